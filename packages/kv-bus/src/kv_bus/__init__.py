@@ -1,0 +1,1 @@
+"""Actors with bounded mailboxes, supervision and an authenticated ZeroMQ bus."""

@@ -1,0 +1,1 @@
+"""Talk to a KV node from an engine."""

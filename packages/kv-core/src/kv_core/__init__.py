@@ -1,0 +1,1 @@
+"""Types, arithmetic, identity, hashing and wire form of a distributed KV cache."""

@@ -1,0 +1,1 @@
+"""Prefix index, block pool, eviction and tiers of a distributed KV cache."""

@@ -1,0 +1,1 @@
+"""One-sided, checked transfers of KV blocks over shared memory, TCP and UCX."""

@@ -1,0 +1,1 @@
+"""The services of the KV fabric: gateway, nodes, monitor and the command line."""
