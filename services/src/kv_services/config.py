@@ -1,0 +1,479 @@
+"""The cluster file: one TOML text that describes every process of a cluster.
+
+Decides what may be written in it and says, for anything else, the file, the path (`$.node[2].bus_port`) and what was
+expected. Knows nothing of the processes it describes, and reads no clock, socket or environment.
+
+Invariants of a loaded `ClusterConfig`: node ids are unique; no two ports of one host are equal; every host is an
+explicit address, and one outside loopback was allowed by `allow_remote`; nodes that hold KV have a capacity; tenants'
+ids and API keys are unique. Paths in it (`state_dir`, `model.path`) are absolute.
+"""
+
+import hmac
+import ipaddress
+import re
+import tomllib
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kv_core.dtypes import DType, parse_dtype
+from kv_core.ids import NodeId, TenantId
+from kv_services.config_errors import ConfigError, explain
+
+MAX_CONFIG_BYTES: Final = 4 << 20
+"""A cluster file of 10,000 nodes takes 2 MiB; more is not a cluster file."""
+
+_UNITS: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES: Final = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(B|KiB|MiB|GiB|TiB)")
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Bytes = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})? ?(B|KiB|MiB|GiB|TiB)$")]
+
+
+class Role(Enum):
+    """What a process of the cluster does."""
+
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    STORE = "store"
+    MONITOR = "monitor"
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether a node of this role has an arena of KV slots."""
+        return self in (Role.PREFILL, Role.DECODE, Role.STORE)
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class ClusterSection(_Section, frozen=True, kw_only=True):
+    """The cluster as a whole."""
+
+    name: Annotated[Name, Meta(description="name of the cluster; part of nothing that is hashed")] = "kv"
+    state_dir: Annotated[
+        str,
+        Meta(min_length=1, description="folder of keys, logs and persisted clocks; relative to this file"),
+    ] = "state"
+    discovery: Annotated[Literal["static"], Meta(description="how nodes find each other: from this file")] = "static"
+    allow_remote: Annotated[
+        bool, Meta(description="allow hosts outside loopback; without it every address must be a loopback one")
+    ] = False
+
+
+class ModelSection(_Section, frozen=True, kw_only=True):
+    """The model that the cluster serves, and how its KV is stored."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=128, description="model name that clients send")] = (
+        "smollm2-135m-instruct"
+    )
+    path: Annotated[str, Meta(description="GGUF file, relative to this file; empty: the packaged SmolLM2-135M")] = ""
+    engine: Annotated[
+        Literal["llama", "stub"],
+        Meta(description="llama computes with the weights; stub makes tokens by arithmetic, for tests of the fabric"),
+    ] = "llama"
+    kv_dtype: Annotated[Literal["fp32", "fp16", "bf16"], Meta(description="element type of stored KV")] = "bf16"
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
+    layout: Annotated[
+        Literal["block_first", "layer_first"], Meta(description="order of a block's pieces in the arena")
+    ] = "layer_first"
+    max_context: Annotated[
+        int, Meta(ge=0, le=1 << 24, description="most tokens of prompt and answer together; 0: what the model allows")
+    ] = 0
+
+    @property
+    def dtype(self) -> DType:
+        """`kv_dtype` as a `DType`."""
+        return parse_dtype(self.kv_dtype)
+
+
+class TransportSection(_Section, frozen=True, kw_only=True):
+    """How KV bytes move."""
+
+    backend: Annotated[
+        Literal["auto", "shm", "tcp", "ucx"],
+        Meta(description="auto: shm on one host; between hosts ucx if allowed and both ends have RDMA, else tcp"),
+    ] = "auto"
+    allow_ucx: Annotated[
+        bool, Meta(description="allow UCX, which has no authentication of its own: trusted fabrics only")
+    ] = False
+    window_size: Annotated[int, Meta(ge=1, le=256, description="units in flight per peer")] = 8
+    unit_bytes: Annotated[
+        int, Meta(ge=4096, le=4 << 20, description="most bytes of one unit; a unit never crosses a layer border")
+    ] = 1 << 20
+    streams: Annotated[int, Meta(ge=1, le=16, description="TCP connections per peer")] = 2
+    lz4: Annotated[bool, Meta(description="offer LZ4 on tcp; units that don't shrink go raw")] = False
+
+
+class BusSection(_Section, frozen=True, kw_only=True):
+    """Messages between nodes and who is alive."""
+
+    curve: Annotated[bool, Meta(description="encrypt and authenticate by CURVE, with the keys in state_dir")] = True
+    heartbeat_interval_ms: Annotated[int, Meta(ge=10, le=60_000, description="time between heartbeats")] = 250
+    suspect_after_ms: Annotated[
+        int, Meta(ge=20, le=600_000, description="silence after which a node gets no new work")
+    ] = 1_000
+    dead_after_ms: Annotated[
+        int, Meta(ge=30, le=3_600_000, description="silence after which a node is dead and its claims go")
+    ] = 3_000
+
+
+class HealthSection(_Section, frozen=True, kw_only=True):
+    """Thresholds above (ratios: below) which the monitor raises an alarm."""
+
+    kv_transfer_failure_rate: Annotated[float, Meta(ge=0, le=1, description="failed transfers / transfers")] = 0.01
+    kv_staleness_ms: Annotated[float, Meta(gt=0, le=1e9, description="age of the oldest update not yet applied")] = 10.0
+    kv_replication_lag: Annotated[int, Meta(ge=0, description="updates of an origin not yet applied")] = 2
+    kv_transfer_latency_p99_ms: Annotated[
+        float, Meta(gt=0, le=1e9, description="99th percentile of a transfer's time")
+    ] = 5.0
+    kv_cache_hit_ratio: Annotated[float, Meta(ge=0, le=1, description="prompt tokens found / prompt tokens")] = 0.6
+
+
+class LimitsSection(_Section, frozen=True, kw_only=True):
+    """Bounds on requests; what exceeds one is refused with its name."""
+
+    request_timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="a request's whole life")] = 120.0
+    gateway_queue: Annotated[int, Meta(ge=1, le=65_536, description="requests open in a gateway at once")] = 256
+    node_queue: Annotated[int, Meta(ge=1, le=65_536, description="requests waiting in one node")] = 64
+    max_batch: Annotated[int, Meta(ge=1, le=1024, description="sequences a decode node advances in one step")] = 8
+    max_prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 24, description="longest prompt")] = 8_192
+    max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 20, description="longest answer")] = 2_048
+    lease_ms: Annotated[int, Meta(ge=100, le=3_600_000, description="life of a lease that nobody renews")] = 10_000
+
+
+class RoutingSection(_Section, frozen=True, kw_only=True):
+    """How the gateway picks nodes."""
+
+    policy: Annotated[Literal["kv_aware"], Meta(description="kv_aware: longest prefix held, weighed against load")] = (
+        "kv_aware"
+    )
+
+
+class TenantConfig(_Section, frozen=True, kw_only=True):
+    """Who may ask, and whose prefixes they see. Without any tenant the gateway asks for no key."""
+
+    id: Annotated[Name, Meta(description="name of the tenant")]
+    api_keys: Annotated[
+        list[Annotated[str, Meta(min_length=16, max_length=256)]],
+        Meta(min_length=1, description="bearer tokens of this tenant, 16 characters or more"),
+    ]
+    salt: Annotated[
+        str, Meta(max_length=128, description="part of the tenant's namespace; empty: derived from the id")
+    ] = ""
+    pin_quota: Annotated[Bytes, Meta(description="most KV the tenant may keep pinned on one node")] = "0 B"
+    shares_with: Annotated[list[Name], Meta(description="ids of tenants that may read this tenant's prefixes")] = []
+
+    def __repr__(self) -> str:
+        # Keys and salts are secrets: a config may be logged.
+        return f"TenantConfig(id={self.id!r}, api_keys=<{len(self.api_keys)}>, shares_with={self.shares_with})"
+
+    @property
+    def tenant_id(self) -> TenantId:
+        return TenantId(self.id)
+
+    @property
+    def pin_quota_bytes(self) -> int:
+        return parse_bytes(self.pin_quota)
+
+
+class NodeConfig(_Section, frozen=True, kw_only=True):
+    """One process."""
+
+    id: Annotated[Name, Meta(description="name of the process; unique in the file")]
+    role: Annotated[Role, Meta(description="what the process does")]
+    bus_port: Annotated[Port, Meta(description="port of the bus's requests")]
+    events_port: Annotated[Port, Meta(description="port of the bus's events")]
+    http_port: Annotated[Port, Meta(description="port of /healthz, /status and /metrics; of the API on a gateway")]
+    host: Annotated[str, Meta(description="IP address that every port of this process is bound on")] = "127.0.0.1"
+    data_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)],
+        Meta(description="port of KV over tcp; needed on nodes that hold KV unless transport.backend is shm"),
+    ] = 0
+    slots: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 28)] | None, Meta(description="KV blocks this node can hold; or capacity")
+    ] = None
+    capacity: Annotated[Bytes | None, Meta(description='bytes of KV this node can hold, as "2 GiB"; or slots')] = None
+    compute_threads: Annotated[int, Meta(ge=1, le=1024, description="threads of the engine's matrix products")] = 1
+
+    @property
+    def node_id(self) -> NodeId:
+        return NodeId(self.id)
+
+    @property
+    def bus_endpoint(self) -> str:
+        """Where this node takes requests, as ZeroMQ writes it."""
+        return f"tcp://{_bracket(self.host)}:{self.bus_port}"
+
+    @property
+    def events_endpoint(self) -> str:
+        """Where this node publishes events, as ZeroMQ writes it."""
+        return f"tcp://{_bracket(self.host)}:{self.events_port}"
+
+    @property
+    def http_url(self) -> str:
+        """Root of this node's HTTP server, without a slash at its end."""
+        return f"http://{_bracket(self.host)}:{self.http_port}"
+
+    def ports(self) -> Iterator[tuple[str, int]]:
+        """The ports this node binds, by the field that names each."""
+        yield from (("bus_port", self.bus_port), ("events_port", self.events_port), ("http_port", self.http_port))
+        if self.data_port:
+            yield "data_port", self.data_port
+
+    def num_slots(self, block_nbytes: int) -> int:
+        """How many blocks of that size this node holds; 0 for a role without KV.
+
+        Raises:
+            ConfigError: `capacity` is less than one block.
+        """
+        if self.slots is not None:
+            return self.slots
+        if self.capacity is None:
+            return 0
+        count = parse_bytes(self.capacity) // block_nbytes
+        if count == 0:
+            raise ConfigError(
+                file="cluster", path=f"$.node[{self.id}].capacity", problem=f"expected at least {block_nbytes} B"
+            )
+        return count
+
+
+class ClusterConfig(_Section, frozen=True, kw_only=True):
+    """A whole cluster. Made by `load_config`; one made by hand is checked by `check_config`."""
+
+    cluster: ClusterSection = ClusterSection()
+    model: ModelSection = ModelSection()
+    transport: TransportSection = TransportSection()
+    bus: BusSection = BusSection()
+    health: HealthSection = HealthSection()
+    limits: LimitsSection = LimitsSection()
+    routing: RoutingSection = RoutingSection()
+    tenants: list[TenantConfig] = msgspec.field(default_factory=list, name="tenant")
+    nodes: Annotated[list[NodeConfig], Meta(min_length=1)] = msgspec.field(name="node")
+
+    def node(self, node_id: str) -> NodeConfig:
+        """The process of that id.
+
+        Raises:
+            ConfigError: no process has it; the message lists those there are.
+        """
+        for node in self.nodes:
+            if node.id == node_id:
+                return node
+        known = ", ".join(node.id for node in self.nodes)
+        raise ConfigError(file="cluster", path="$.node", problem=f"no node has the id {node_id!r}; there are: {known}")
+
+    def by_role(self, *roles: Role) -> list[NodeConfig]:
+        """The processes of those roles, in the file's order."""
+        return [node for node in self.nodes if node.role in roles]
+
+    @property
+    def state_path(self) -> Path:
+        """`cluster.state_dir` as a path."""
+        return Path(self.cluster.state_dir)
+
+    def tenant_of_key(self, api_key: str) -> TenantConfig | None:
+        """The tenant whose key that is, compared in constant time; None if nobody's."""
+        found = None
+        given = api_key.encode()
+        for tenant in self.tenants:
+            for key in tenant.api_keys:
+                if hmac.compare_digest(key.encode(), given):
+                    found = tenant
+        return found
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that `"512 MiB"`, `"1.5 GiB"` or `"4096 B"` says; binary units only.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; expected a number and one of B, KiB, MiB, GiB, TiB")
+    whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3)
+    # Integers only: a float would lose bytes above 2**53.
+    nbytes: int = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
+    return nbytes
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Read and check a cluster file; `state_dir` and `model.path` come back absolute.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or a field is wrong; the message has file, path and what
+            was expected.
+    """
+    file = Path(path)
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(file=str(file), path="$", problem=f"cannot read: {error.strerror}") from error
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(file=str(file), path="$", problem=f"expected at most {MAX_CONFIG_BYTES} bytes")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(file=str(file), path="$", problem=f"expected UTF-8 text, byte {error.start} is not") from None
+    return parse_config(text, file=file)
+
+
+def parse_config(text: str, *, file: str | Path = "cluster.toml") -> ClusterConfig:
+    """Check a cluster file's text as if it lay at `file`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(file=str(file), path="$", problem=f"expected TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(file=str(file), path="$", problem="expected TOML of a sane depth") from None
+    try:
+        config = msgspec.convert(table, ClusterConfig)
+    except msgspec.ValidationError as error:
+        where, problem = explain(str(error), table, ClusterConfig)
+        raise ConfigError(file=str(file), path=where, problem=problem) from None
+    check_config(config, file=file)
+    base = Path(file).absolute().parent
+    cluster, model = config.cluster, config.model
+    cluster = msgspec.structs.replace(cluster, state_dir=str(base / cluster.state_dir))
+    if model.path:
+        model = msgspec.structs.replace(model, path=str(base / model.path))
+    return msgspec.structs.replace(config, cluster=cluster, model=model)
+
+
+def check_config(config: ClusterConfig, *, file: str | Path = "cluster.toml") -> None:
+    """Check what no single field can say: ids, ports, addresses, capacities, tenants, orders of thresholds.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    for where, problem in _faults(config):
+        raise ConfigError(file=str(file), path=where, problem=problem)
+
+
+def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    yield from _node_faults(config)
+    yield from _port_faults(config)
+    yield from _tenant_faults(config)
+    bus, transport, limits = config.bus, config.transport, config.limits
+    if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
+        yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
+    if bus.dead_after_ms <= bus.suspect_after_ms:
+        yield "$.bus.dead_after_ms", f"expected more than suspect_after_ms ({bus.suspect_after_ms})"
+    if transport.backend == "ucx" and not transport.allow_ucx:
+        yield "$.transport.backend", "expected allow_ucx = true with ucx, which has no authentication of its own"
+    if 0 < config.model.max_context <= limits.max_prompt_tokens:
+        yield "$.limits.max_prompt_tokens", f"expected less than model.max_context ({config.model.max_context})"
+
+
+def _node_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    first: dict[str, int] = {}
+    for index, node in enumerate(config.nodes):
+        at = f"$.node[{index}]"
+        if node.id in first:
+            yield f"{at}.id", f"expected a unique id, {node.id!r} is also $.node[{first[node.id]}].id"
+        first[node.id] = index
+        problem = _host_problem(node.host, config.cluster.allow_remote)
+        if problem:
+            yield f"{at}.host", problem
+        if not node.role.holds_kv:
+            for field in ("slots", "capacity"):
+                if getattr(node, field) is not None:
+                    yield f"{at}.{field}", f"expected none: a {node.role.value} holds no KV"
+            if node.data_port:
+                yield f"{at}.data_port", f"expected none: a {node.role.value} moves no KV"
+        elif (node.slots is None) == (node.capacity is None):
+            yield at, f"expected either slots or capacity: a {node.role.value} holds KV"
+        elif node.data_port == 0 and config.transport.backend != "shm":
+            yield f"{at}.data_port", f"expected a port: transport.backend is {config.transport.backend!r}"
+
+
+def _host_problem(host: str, allow_remote: bool) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"expected an IP address, got {host!r}"
+    if address.is_unspecified:
+        return f"expected one explicit address, {host!r} means every interface"
+    if address.is_multicast:
+        return f"expected the address of one host, {host!r} is a multicast group"
+    if not address.is_loopback and not allow_remote:
+        return f"expected a loopback address, got {host!r}; set cluster.allow_remote = true to leave this machine"
+    return ""
+
+
+def _port_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    owner: dict[tuple[str, int], str] = {}
+    for index, node in enumerate(config.nodes):
+        for field, port in node.ports():
+            where = f"$.node[{index}].{field}"
+            other = owner.setdefault((node.host, port), where)
+            if other != where:
+                yield where, f"expected a port of its own, {port} of {node.host} is also {other}"
+
+
+def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    ids = [tenant.id for tenant in config.tenants]
+    keys: dict[str, str] = {}
+    for index, tenant in enumerate(config.tenants):
+        at = f"$.tenant[{index}]"
+        if ids.index(tenant.id) != index:
+            yield f"{at}.id", f"expected a unique id, {tenant.id!r} is also $.tenant[{ids.index(tenant.id)}].id"
+        for number, key in enumerate(tenant.api_keys):
+            where = f"{at}.api_keys[{number}]"
+            other = keys.setdefault(key, where)
+            if other != where:
+                yield where, f"expected a key of its own, the same is at {other}"
+        for number, reader in enumerate(tenant.shares_with):
+            if reader not in ids:
+                yield f"{at}.shares_with[{number}]", f"expected the id of a tenant, got {reader!r}"
+
+
+def dump_config(config: ClusterConfig) -> str:
+    """The TOML text that `parse_config` reads back as an equal config."""
+    lines: list[str] = []
+    for name, value in msgspec.to_builtins(config).items():
+        if isinstance(value, dict):
+            lines += [f"[{name}]", *_assignments(value), ""]
+        else:
+            for table in value:
+                lines += [f"[[{name}]]", *_assignments(table), ""]
+    return "\n".join(lines)
+
+
+def _assignments(table: dict[str, object]) -> Iterator[str]:
+    for name, value in table.items():
+        if value is not None:
+            yield f"{name} = {_toml(value)}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return '"' + "".join(_TOML_ESCAPES.get(ch, ch) for ch in value) + '"'
+    raise TypeError(f"no TOML form for {type(value).__name__}")
+
+
+_TOML_ESCAPES: Final = {chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {'"': '\\"', "\\": "\\\\"}
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
