@@ -1,0 +1,392 @@
+"""Decides where one request goes, what to do when that fails, and which tokens the client may see.
+
+One machine is one request at the gateway that holds its client. It refuses to know HTTP, the bus, the index and the
+clock: the actor places, sends and times, and turns every outcome into an event.
+
+G1: only this machine raises the request's epoch; it does so before every reserve.
+G2: an event of another epoch changes nothing (a former owner is fenced).
+G3: the client sees the token at index i once, and only after those at 0 .. i-1.
+G4: after `Succeed` or `Fail` no effect but `EndAt` is ever emitted, and exactly one of the two is.
+G5: whatever was reserved at a node is ended there, or the node is known to be dead.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_core.errors import KVError, LocalProtocolError
+from kv_core.ids import NodeId
+
+
+class RouteState(Enum):
+    """Where a request stands."""
+
+    NEW = "new"
+    PLACING = "placing"
+    RESERVING = "reserving"
+    RUNNING = "running"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token as the decode node sampled it; log-probabilities are natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The client's request was accepted by the front."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Placement chose; `prefill` is None when no prefill node lives (the decode node may hold the whole prefix)."""
+
+    decode: NodeId
+    prefill: NodeId | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementFailed:
+    """No node can take the request now."""
+
+    error: KVError
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The decode node holds slots; `needs_prefill` is false when it already has every block."""
+
+    epoch: int
+    needs_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveFailed:
+    """The decode node refused, or could not be reached."""
+
+    epoch: int
+    error: KVError
+    may_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The hand-over ended; `error` is None when every byte was verified at the decode node."""
+
+    epoch: int
+    error: KVError | None = None
+    may_retry: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokensArrived:
+    """Tokens `first_index ..` of this request's output; `finish` is the reason when it is the last batch."""
+
+    epoch: int
+    first_index: int
+    tokens: tuple[SampledToken, ...]
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    """The decode node gave the request up."""
+
+    epoch: int
+    error: KVError
+    may_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDied:
+    """Membership declared a node dead."""
+
+    node_id: NodeId
+    error: KVError
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDue:
+    """The pause before another attempt is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The request's time is over."""
+
+    error: KVError
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """Nobody is waiting for the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextComplete:
+    """The front saw a stop string: the answer is complete though the decode node goes on."""
+
+
+Event = (
+    Started
+    | Placed
+    | PlacementFailed
+    | Reserved
+    | ReserveFailed
+    | PrefillEnded
+    | TokensArrived
+    | DecodeFailed
+    | NodeDied
+    | RetryDue
+    | DeadlinePassed
+    | ClientGone
+    | TextComplete
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Choose nodes, none of `exclude` unless nothing else lives."""
+
+    exclude: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Ask `decode` for slots for the prompt and the `num_confirmed` tokens the client already has."""
+
+    decode: NodeId
+    prefill: NodeId | None
+    epoch: int
+    num_confirmed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    """Ask `prefill` to compute and hand over to `decode`."""
+
+    prefill: NodeId
+    decode: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndAt:
+    """Tell `node_id` that this epoch of the request is over there."""
+
+    node_id: NodeId
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Show these tokens, which start at output index `first_index`, to the client."""
+
+    first_index: int
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    """The answer is complete; `reason` is `stop` or `length`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The client gets this error."""
+
+    error: KVError
+
+
+@dataclass(frozen=True, slots=True)
+class PauseThenRetry:
+    """Send `RetryDue` after this long."""
+
+    delay_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoteRetry:
+    """An attempt failed and another follows: an event for operators and counters."""
+
+    attempt: int
+    cause: KVError
+
+
+Effect = Place | SendReserve | SendPrefill | EndAt | Deliver | Succeed | Fail | PauseThenRetry | NoteRetry
+
+
+@dataclass(slots=True)
+class RequestRoute:
+    """One request at its gateway.
+
+    Args:
+        max_attempts: how often a failed attempt is followed by another before the client gets the error.
+        retry_delay_ns: pause before the second attempt; doubles with each further one.
+    """
+
+    max_attempts: int
+    retry_delay_ns: int
+    state: RouteState = RouteState.NEW
+    epoch: int = 0
+    attempt: int = 0
+    decode: NodeId | None = None
+    prefill: NodeId | None = None
+    num_confirmed: int = 0
+    prefill_running: bool = False
+    _excluded: dict[NodeId, None] = field(default_factory=dict)
+    _last_error: KVError | None = None
+
+    def step(self, event: Event) -> list[Effect]:
+        if self.state is RouteState.DONE:
+            return []
+        match event:
+            case Started():
+                self._expect(event, RouteState.NEW)
+                return self._place()
+            case Placed(decode, prefill):
+                self._expect(event, RouteState.PLACING)
+                return self._reserve(decode, prefill)
+            case PlacementFailed(error):
+                self._expect(event, RouteState.PLACING)
+                return self._retry(error, None)
+            case DeadlinePassed(error):
+                return [*self._end_everywhere("deadline"), *self._finish(Fail(error))]
+            case ClientGone():
+                effects = self._end_everywhere("client gone")
+                self.state = RouteState.DONE
+                return effects
+            case TextComplete():
+                return [*self._end_everywhere("stop string"), *self._finish(Succeed("stop"))]
+            case RetryDue():
+                return self._place() if self.state is RouteState.WAITING else []
+            case NodeDied(node_id, error):
+                return self._node_died(node_id, error)
+            case Reserved() | ReserveFailed() | PrefillEnded() | TokensArrived() | DecodeFailed():
+                return self._of_epoch(event)
+
+    def _of_epoch(self, event: Reserved | ReserveFailed | PrefillEnded | TokensArrived | DecodeFailed) -> list[Effect]:
+        if event.epoch != self.epoch or self.state is RouteState.WAITING:
+            return []
+        match event:
+            case Reserved(epoch, needs_prefill):
+                self._expect(event, RouteState.RESERVING)
+                self.state = RouteState.RUNNING
+                if not needs_prefill or self.decode is None:
+                    return []
+                if self.prefill is None:
+                    return self._retry_after_ending(_no_prefill(self.decode), None)
+                self.prefill_running = True
+                return [SendPrefill(self.prefill, self.decode, epoch)]
+            case ReserveFailed(_, error, may_retry):
+                # A time-out does not say whether slots were taken, so the epoch is ended there in any case.
+                if not may_retry:
+                    return [*self._end_everywhere("reserve failed"), *self._finish(Fail(error))]
+                return self._retry_after_ending(error, self.decode)
+            case PrefillEnded(_, error, may_retry):
+                self.prefill_running = False
+                if error is None:
+                    return []
+                if not may_retry:
+                    return [*self._end_everywhere("prefill failed"), *self._finish(Fail(error))]
+                return self._retry_after_ending(error, self.prefill)
+            case TokensArrived():
+                return self._tokens(event)
+            case DecodeFailed(_, error, may_retry):
+                if not may_retry:
+                    return [*self._end_everywhere("decode failed"), *self._finish(Fail(error))]
+                return self._retry_after_ending(error, self.decode)
+
+    def _tokens(self, event: TokensArrived) -> list[Effect]:
+        if event.first_index > self.num_confirmed:
+            error = LocalProtocolError(
+                detail=f"tokens from index {event.first_index} came before index {self.num_confirmed}"
+            )
+            return self._retry_after_ending(error, self.decode)
+        fresh = event.tokens[self.num_confirmed - event.first_index :]
+        effects: list[Effect] = []
+        if fresh:
+            effects.append(Deliver(self.num_confirmed, fresh))
+            self.num_confirmed += len(fresh)
+        if event.finish is not None:
+            effects += self._end_prefill("decode finished")
+            effects += self._finish(Succeed(event.finish))
+        return effects
+
+    def _node_died(self, node_id: NodeId, error: KVError) -> list[Effect]:
+        if self.state not in (RouteState.RESERVING, RouteState.RUNNING):
+            return []
+        if node_id == self.decode:
+            effects = self._end_prefill("decode node died")
+            self.decode = None
+            return [*effects, *self._retry(error, node_id)]
+        if node_id == self.prefill and self.prefill_running:
+            self.prefill_running = False
+            return self._retry_after_ending(error, node_id)
+        return []
+
+    def _place(self) -> list[Effect]:
+        self.state = RouteState.PLACING
+        self.attempt += 1
+        return [Place(tuple(self._excluded))]
+
+    def _reserve(self, decode: NodeId, prefill: NodeId | None) -> list[Effect]:
+        self.epoch += 1
+        self.decode, self.prefill, self.prefill_running = decode, prefill, False
+        self.state = RouteState.RESERVING
+        return [SendReserve(decode, prefill, self.epoch, self.num_confirmed)]
+
+    def _retry_after_ending(self, error: KVError, culprit: NodeId | None) -> list[Effect]:
+        return [*self._end_everywhere("attempt failed"), *self._retry(error, culprit)]
+
+    def _retry(self, error: KVError, culprit: NodeId | None) -> list[Effect]:
+        self._last_error = error
+        if culprit is not None:
+            self._excluded[culprit] = None
+        self.decode = self.prefill = None
+        self.prefill_running = False
+        if self.attempt >= self.max_attempts:
+            return self._finish(Fail(error))
+        self.state = RouteState.WAITING
+        delay_ns = self.retry_delay_ns << (self.attempt - 1)
+        return [NoteRetry(self.attempt, error), PauseThenRetry(delay_ns)]
+
+    def _end_prefill(self, cause: str) -> list[Effect]:
+        if not self.prefill_running or self.prefill is None:
+            return []
+        self.prefill_running = False
+        return [EndAt(self.prefill, self.epoch, cause)]
+
+    def _end_everywhere(self, cause: str) -> list[Effect]:
+        effects = self._end_prefill(cause)
+        # A reserve in flight is ended too: the node fences the epoch, so a late arrival reserves nothing.
+        if self.decode is not None and self.state in (RouteState.RESERVING, RouteState.RUNNING):
+            effects.append(EndAt(self.decode, self.epoch, cause))
+        return effects
+
+    def _finish(self, verdict: Succeed | Fail) -> list[Effect]:
+        self.state = RouteState.DONE
+        return [verdict]
+
+    def _expect(self, event: Event, state: RouteState) -> None:
+        if self.state is not state:
+            raise LocalProtocolError(detail=f"{type(event).__name__} while {self.state.value}, not {state.value}")
+
+
+def _no_prefill(decode: NodeId) -> KVError:
+    return NoPrefillNode(decode=decode)
+
+
+class NoPrefillNode(KVError):
+    """The decode node lacks blocks and no prefill node lives that could compute them."""
+
+    code = 7010
+    template = "no prefill node is alive to compute what {decode} lacks"

@@ -1,0 +1,1 @@
+"""Who is in the cluster: a pure view of heartbeats and the actor that keeps it."""

@@ -1,0 +1,191 @@
+"""Decides who is alive, from heartbeats and the passing of time.
+
+Knows no socket and no clock: time arrives in events. The list of members is given (from the cluster file or a
+discovery service); this machine only judges their lives.
+
+M1: a member is DEAD only after `dead_after_ns` without a sign of life, or when a higher incarnation of it is seen.
+M2: death is sticky: a dead incarnation never comes back, whatever arrives late; only a higher one does.
+M3: silence before the first sign of life is not death: such a member is UNSEEN.
+M4: being idle is not being silent: any heartbeat counts, whatever load it reports.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_core.errors import LocalProtocolError
+from kv_core.ids import Incarnation, NodeId
+
+_NEVER = Incarnation(0)
+
+
+class Liveness(Enum):
+    """What is known of one member."""
+
+    UNSEEN = "unseen"
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatSeen:
+    """A member showed a sign of life."""
+
+    now_ns: int
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The bus says that the connection to this member broke: a hint, not a verdict."""
+
+    now_ns: int
+    node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The view is asked to judge silence."""
+
+    now_ns: int
+
+
+Event = HeartbeatSeen | LinkLost | TimePassed
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUp:
+    """A member (or a new incarnation of it) is alive."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSuspected:
+    """A member was silent for `silent_ns`; nothing is taken from it yet."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    silent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecovered:
+    """A suspect showed a sign of life."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDied:
+    """This incarnation is gone for good."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    cause: str
+
+
+Effect = MemberUp | MemberSuspected | MemberRecovered | MemberDied
+
+
+@dataclass(slots=True)
+class Member:
+    """One line of the view."""
+
+    node_id: NodeId
+    liveness: Liveness = Liveness.UNSEEN
+    incarnation: Incarnation = _NEVER
+    last_seen_ns: int = 0
+
+
+@dataclass(slots=True)
+class MembershipView:
+    """The lives of the members of one cluster, as one process sees them.
+
+    Args:
+        suspect_after_ns: silence after which a member is suspected.
+        dead_after_ns: silence after which its incarnation is dead; more than `suspect_after_ns`.
+    """
+
+    suspect_after_ns: int
+    dead_after_ns: int
+    members: dict[NodeId, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.suspect_after_ns < self.dead_after_ns:
+            raise LocalProtocolError(detail="suspect_after must be positive and less than dead_after")
+
+    def add(self, node_id: NodeId) -> None:
+        """Make `node_id` a member whose life is watched; adding one twice changes nothing."""
+        self.members.setdefault(node_id, Member(node_id))
+
+    def alive(self) -> list[NodeId]:
+        """Members to which work may be given, in the order they were added."""
+        return [m.node_id for m in self.members.values() if m.liveness in (Liveness.ALIVE, Liveness.SUSPECT)]
+
+    def is_current(self, node_id: NodeId, incarnation: Incarnation) -> bool:
+        """Whether this incarnation is the living one."""
+        member = self.members.get(node_id)
+        return (
+            member is not None
+            and member.incarnation == incarnation
+            and member.liveness in (Liveness.ALIVE, Liveness.SUSPECT)
+        )
+
+    def step(self, event: Event) -> list[Effect]:
+        match event:
+            case HeartbeatSeen():
+                return self._heard(event)
+            case LinkLost(now_ns, node_id):
+                return self._link_lost(now_ns, node_id)
+            case TimePassed(now_ns):
+                return self._judge(now_ns)
+
+    def check(self) -> None:
+        """Assert what must hold of every member."""
+        for member in self.members.values():
+            assert (member.liveness is Liveness.UNSEEN) == (member.incarnation == 0), member
+
+    def _heard(self, event: HeartbeatSeen) -> list[Effect]:
+        member = self.members.get(event.node_id)
+        if member is None or event.incarnation < member.incarnation:
+            return []
+        if event.incarnation > member.incarnation:
+            effects: list[Effect] = []
+            if member.liveness in (Liveness.ALIVE, Liveness.SUSPECT):
+                cause = f"replaced by incarnation {event.incarnation}"
+                effects.append(MemberDied(member.node_id, member.incarnation, cause))
+            member.incarnation, member.liveness = event.incarnation, Liveness.ALIVE
+            member.last_seen_ns = event.now_ns
+            effects.append(MemberUp(member.node_id, member.incarnation))
+            return effects
+        if member.liveness is Liveness.DEAD:
+            return []
+        member.last_seen_ns = max(member.last_seen_ns, event.now_ns)
+        if member.liveness is Liveness.SUSPECT:
+            member.liveness = Liveness.ALIVE
+            return [MemberRecovered(member.node_id, member.incarnation)]
+        return []
+
+    def _link_lost(self, now_ns: int, node_id: NodeId) -> list[Effect]:
+        member = self.members.get(node_id)
+        if member is None or member.liveness is not Liveness.ALIVE:
+            return []
+        member.liveness = Liveness.SUSPECT
+        return [MemberSuspected(node_id, member.incarnation, max(0, now_ns - member.last_seen_ns))]
+
+    def _judge(self, now_ns: int) -> list[Effect]:
+        effects: list[Effect] = []
+        for member in self.members.values():
+            silent_ns = now_ns - member.last_seen_ns
+            if member.liveness in (Liveness.ALIVE, Liveness.SUSPECT) and silent_ns >= self.dead_after_ns:
+                member.liveness = Liveness.DEAD
+                cause = f"silent for {silent_ns // 1_000_000} ms"
+                effects.append(MemberDied(member.node_id, member.incarnation, cause))
+            elif member.liveness is Liveness.ALIVE and silent_ns >= self.suspect_after_ns:
+                member.liveness = Liveness.SUSPECT
+                effects.append(MemberSuspected(member.node_id, member.incarnation, silent_ns))
+        return effects

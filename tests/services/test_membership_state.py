@@ -1,0 +1,133 @@
+"""The membership view against its four rules."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.errors import LocalProtocolError
+from kv_core.ids import Incarnation, NodeId
+from kv_services.membership.state import (
+    Effect,
+    Event,
+    HeartbeatSeen,
+    LinkLost,
+    Liveness,
+    MemberDied,
+    MemberRecovered,
+    MembershipView,
+    MemberSuspected,
+    MemberUp,
+    TimePassed,
+)
+
+A, B = NodeId("a"), NodeId("b")
+ONE, TWO = Incarnation(1), Incarnation(2)
+
+
+def view() -> MembershipView:
+    made = MembershipView(suspect_after_ns=100, dead_after_ns=300)
+    made.add(A)
+    made.add(B)
+    return made
+
+
+def test_a_member_that_never_spoke_is_unseen_however_long_it_is_silent() -> None:
+    v = view()
+    assert v.step(TimePassed(10_000)) == []
+    assert v.members[A].liveness is Liveness.UNSEEN
+    assert v.alive() == []
+
+
+def test_silence_makes_a_suspect_then_a_death() -> None:
+    v = view()
+    assert v.step(HeartbeatSeen(0, A, ONE)) == [MemberUp(A, ONE)]
+    assert v.step(TimePassed(99)) == []
+    assert v.step(TimePassed(100)) == [MemberSuspected(A, ONE, 100)]
+    assert v.alive() == [A]
+    assert v.step(TimePassed(300)) == [MemberDied(A, ONE, "silent for 0 ms")]
+    assert v.alive() == []
+
+
+def test_a_suspect_that_speaks_recovers() -> None:
+    v = view()
+    v.step(HeartbeatSeen(0, A, ONE))
+    v.step(TimePassed(150))
+    assert v.step(HeartbeatSeen(160, A, ONE)) == [MemberRecovered(A, ONE)]
+    assert v.step(TimePassed(200)) == []
+
+
+def test_a_restart_quicker_than_a_heartbeat_is_seen() -> None:
+    v = view()
+    v.step(HeartbeatSeen(0, A, ONE))
+    assert v.step(HeartbeatSeen(1, A, TWO)) == [MemberDied(A, ONE, "replaced by incarnation 2"), MemberUp(A, TWO)]
+
+
+def test_a_dead_incarnation_never_comes_back() -> None:
+    v = view()
+    v.step(HeartbeatSeen(0, A, ONE))
+    v.step(TimePassed(400))
+    assert v.step(HeartbeatSeen(401, A, ONE)) == []
+    assert not v.is_current(A, ONE)
+    assert v.step(HeartbeatSeen(402, A, TWO)) == [MemberUp(A, TWO)]
+    assert v.step(HeartbeatSeen(403, A, ONE)) == []
+    assert v.is_current(A, TWO)
+
+
+def test_a_lost_link_is_a_hint_not_a_verdict() -> None:
+    v = view()
+    v.step(HeartbeatSeen(0, A, ONE))
+    assert v.step(LinkLost(10, A)) == [MemberSuspected(A, ONE, 10)]
+    assert v.alive() == [A]
+
+
+def test_strangers_are_not_counted() -> None:
+    v = view()
+    assert v.step(HeartbeatSeen(0, NodeId("stranger"), ONE)) == []
+    assert NodeId("stranger") not in v.members
+
+
+def test_thresholds_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(LocalProtocolError):
+        MembershipView(suspect_after_ns=300, dead_after_ns=300)
+
+
+steps = st.one_of(
+    st.builds(HeartbeatSeen, st.just(0), st.sampled_from([A, B]), st.integers(1, 4).map(Incarnation)),
+    st.builds(LinkLost, st.just(0), st.sampled_from([A, B])),
+    st.builds(TimePassed, st.just(0)),
+)
+
+
+def _at(event: Event, now_ns: int) -> Event:
+    match event:
+        case HeartbeatSeen(_, node_id, incarnation):
+            return HeartbeatSeen(now_ns, node_id, incarnation)
+        case LinkLost(_, node_id):
+            return LinkLost(now_ns, node_id)
+        case TimePassed():
+            return TimePassed(now_ns)
+
+
+@given(st.lists(st.tuples(steps, st.integers(0, 200)), max_size=60))
+def test_every_life_begins_once_and_ends_at_most_once(run: list[tuple[Event, int]]) -> None:
+    v, now = view(), 0
+    born: set[tuple[NodeId, Incarnation]] = set()
+    dead: set[tuple[NodeId, Incarnation]] = set()
+    for event, pause in run:
+        now += pause
+        effects: list[Effect] = v.step(_at(event, now))
+        v.check()
+        for effect in effects:
+            life = (effect.node_id, effect.incarnation)
+            if isinstance(effect, MemberUp):
+                assert life not in born
+                assert all(life[1] > other for node, other in born if node == life[0])
+                born.add(life)
+            else:
+                assert life in born
+                assert life not in dead
+                if isinstance(effect, MemberDied):
+                    dead.add(life)
+    for node in v.alive():
+        life = (node, v.members[node].incarnation)
+        assert life in born and life not in dead

@@ -1,0 +1,250 @@
+"""One request's route: tokens once and in order, one verdict, nothing left reserved."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.errors import KVError, RetryableError
+from kv_core.ids import NodeId
+from kv_services.gateway.routing_state import (
+    ClientGone,
+    DeadlinePassed,
+    DecodeFailed,
+    Deliver,
+    Effect,
+    EndAt,
+    Event,
+    Fail,
+    NodeDied,
+    NoteRetry,
+    PauseThenRetry,
+    Place,
+    Placed,
+    PlacementFailed,
+    PrefillEnded,
+    RequestRoute,
+    Reserved,
+    ReserveFailed,
+    RetryDue,
+    RouteState,
+    SampledToken,
+    SendPrefill,
+    SendReserve,
+    Started,
+    Succeed,
+    TextComplete,
+    TokensArrived,
+)
+
+P0, P1, D0, D1 = (NodeId(n) for n in ("p0", "p1", "d0", "d1"))
+OOPS = RetryableError(detail="oops")
+
+
+def tokens(*ids: int) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(i, 0.0) for i in ids)
+
+
+def running(route: RequestRoute) -> None:
+    route.step(Started())
+    route.step(Placed(D0, P0))
+    route.step(Reserved(1, needs_prefill=True))
+
+
+def new() -> RequestRoute:
+    return RequestRoute(max_attempts=3, retry_delay_ns=10)
+
+
+def test_the_plain_path() -> None:
+    r = new()
+    assert r.step(Started()) == [Place(())]
+    assert r.step(Placed(D0, P0)) == [SendReserve(D0, P0, 1, 0)]
+    assert r.step(Reserved(1, needs_prefill=True)) == [SendPrefill(P0, D0, 1)]
+    assert r.step(PrefillEnded(1)) == []
+    assert r.step(TokensArrived(1, 0, tokens(5, 6))) == [Deliver(0, tokens(5, 6))]
+    assert r.step(TokensArrived(1, 2, tokens(7), finish="stop")) == [Deliver(2, tokens(7)), Succeed("stop")]
+
+
+def test_a_repeated_batch_is_shown_once() -> None:
+    r = new()
+    running(r)
+    r.step(TokensArrived(1, 0, tokens(5, 6)))
+    assert r.step(TokensArrived(1, 0, tokens(5, 6))) == []
+    assert r.step(TokensArrived(1, 1, tokens(6, 7))) == [Deliver(2, tokens(7))]
+
+
+def test_a_gap_in_the_tokens_ends_the_attempt_and_not_the_request() -> None:
+    r = new()
+    running(r)
+    effects = r.step(TokensArrived(1, 3, tokens(9)))
+    assert EndAt(D0, 1, "attempt failed") in effects
+    assert PauseThenRetry(10) in effects
+
+
+def test_tokens_of_a_former_owner_are_refused() -> None:
+    r = new()
+    running(r)
+    r.step(TokensArrived(1, 0, tokens(5)))
+    r.step(NodeDied(D0, OOPS))
+    assert r.step(RetryDue()) == [Place((D0,))]
+    assert r.step(Placed(D1, P0)) == [SendReserve(D1, P0, 2, 1)]
+    assert r.step(TokensArrived(1, 1, tokens(66))) == []
+    r.step(Reserved(2, needs_prefill=False))
+    assert r.step(TokensArrived(2, 1, tokens(6), finish="length")) == [Deliver(1, tokens(6)), Succeed("length")]
+
+
+def test_a_prefill_node_that_dies_after_the_hand_over_harms_nobody() -> None:
+    r = new()
+    running(r)
+    r.step(PrefillEnded(1))
+    assert r.step(NodeDied(P0, OOPS)) == []
+
+
+def test_a_prefill_node_that_dies_in_the_hand_over_is_left_out_of_the_next_attempt() -> None:
+    r = new()
+    running(r)
+    effects = r.step(NodeDied(P0, OOPS))
+    assert EndAt(D0, 1, "attempt failed") in effects
+    assert r.step(RetryDue()) == [Place((P0,))]
+
+
+def test_attempts_end() -> None:
+    r = new()
+    r.step(Started())
+    for attempt in (1, 2):
+        effects = r.step(PlacementFailed(OOPS))
+        assert effects == [NoteRetry(attempt, OOPS), PauseThenRetry(10 << (attempt - 1))]
+        r.step(RetryDue())
+    assert r.step(PlacementFailed(OOPS)) == [Fail(OOPS)]
+
+
+def test_a_stop_string_ends_the_decode_node() -> None:
+    r = new()
+    running(r)
+    r.step(PrefillEnded(1))
+    assert r.step(TextComplete()) == [EndAt(D0, 1, "stop string"), Succeed("stop")]
+
+
+def test_a_reserve_that_timed_out_is_ended_where_it_may_have_succeeded() -> None:
+    r = new()
+    r.step(Started())
+    r.step(Placed(D0, P0))
+    assert EndAt(D0, 1, "attempt failed") in r.step(ReserveFailed(1, OOPS, may_retry=True))
+
+
+def test_no_prefill_node_and_missing_blocks_is_said_so() -> None:
+    r = RequestRoute(max_attempts=1, retry_delay_ns=10)
+    r.step(Started())
+    r.step(Placed(D0, None))
+    effects = r.step(Reserved(1, needs_prefill=True))
+    assert effects[0] == EndAt(D0, 1, "attempt failed")
+    assert isinstance(effects[-1], Fail)
+    assert "no prefill node" in str(effects[-1].error)
+
+
+@dataclass
+class World:
+    """What a gateway's actor and its nodes would hold: the oracle of what is reserved where."""
+
+    route: RequestRoute
+    held: set[tuple[NodeId, int]] = field(default_factory=set)
+    dead: set[NodeId] = field(default_factory=set)
+    shown: list[int] = field(default_factory=list)
+    verdicts: list[Effect] = field(default_factory=list)
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            assert not self.verdicts or isinstance(effect, EndAt)
+            match effect:
+                case SendReserve(decode, _, epoch, num_confirmed):
+                    assert num_confirmed == len(self.shown)
+                    self.held.add((decode, epoch))
+                case SendPrefill(prefill, _, epoch):
+                    self.held.add((prefill, epoch))
+                case EndAt(node_id, epoch):
+                    self.held.discard((node_id, epoch))
+                case Deliver(first_index, fresh):
+                    assert first_index == len(self.shown)
+                    self.shown += [t.token_id for t in fresh]
+                case Succeed() | Fail():
+                    self.verdicts.append(effect)
+                case _:
+                    pass
+
+
+kinds = st.sampled_from(
+    [
+        "placed",
+        "unplaced",
+        "reserved",
+        "refused",
+        "prefilled",
+        "tokens",
+        "stale",
+        "lost",
+        "decode_failed",
+        "died",
+        "retry",
+    ]
+)
+
+
+@given(
+    st.lists(st.tuples(kinds, st.integers(0, 3), st.booleans()), max_size=40),
+    st.sampled_from(["deadline", "gone", "text"]),
+)
+def test_whatever_happens_one_verdict_and_nothing_left_reserved(run: list[tuple[str, int, bool]], end: str) -> None:
+    w = World(new())
+    r = w.route
+    w.perform(r.step(Started()))
+    for kind, pick, flag in run:
+        event = _event(kind, pick, flag, w)
+        if event is None:
+            continue
+        if isinstance(event, PrefillEnded) and event.epoch == r.epoch and r.prefill is not None:
+            w.held.discard((r.prefill, r.epoch))
+        if isinstance(event, NodeDied):
+            w.held = {(n, e) for n, e in w.held if n != event.node_id}
+        if isinstance(event, TokensArrived) and event.finish and event.epoch == r.epoch and r.decode is not None:
+            if event.first_index <= r.num_confirmed and r.state is RouteState.RUNNING:
+                w.held.discard((r.decode, r.epoch))
+        w.perform(r.step(event))
+    ends: dict[str, Event] = {"deadline": DeadlinePassed(OOPS), "gone": ClientGone(), "text": TextComplete()}
+    last = ends[end]
+    w.perform(r.step(last))
+    assert r.state is RouteState.DONE
+    assert len(w.verdicts) == (0 if end == "gone" and not w.verdicts else 1)
+    assert w.held == set()
+    assert w.shown == list(range(len(w.shown)))
+
+
+def _event(kind: str, pick: int, flag: bool, w: World) -> Event | None:
+    r = w.route
+    n = len(w.shown)
+    match kind, r.state:
+        case "placed", RouteState.PLACING:
+            return Placed((D0, D1)[pick % 2], (P0, P1, None)[pick % 3])
+        case "unplaced", RouteState.PLACING:
+            return PlacementFailed(OOPS)
+        case "reserved", RouteState.RESERVING:
+            return Reserved(r.epoch, flag)
+        case "refused", RouteState.RESERVING:
+            return ReserveFailed(r.epoch, OOPS, flag)
+        case "prefilled", RouteState.RUNNING if r.prefill_running:
+            return PrefillEnded(r.epoch, OOPS if flag else None)
+        case "tokens", RouteState.RUNNING:
+            start = max(0, n - pick)
+            batch = tokens(*range(start, n + 2))
+            return TokensArrived(r.epoch, start, batch, finish="stop" if flag and pick == 3 else None)
+        case "lost", RouteState.RUNNING:
+            return TokensArrived(r.epoch, n + 1 + pick, tokens(n + 1 + pick))
+        case "stale", _:
+            return TokensArrived(r.epoch - 1, n, tokens(999))
+        case "decode_failed", RouteState.RUNNING:
+            return DecodeFailed(r.epoch, OOPS, flag)
+        case "died", _:
+            return NodeDied((P0, P1, D0, D1)[pick], KVError(detail="died"))
+        case "retry", RouteState.WAITING:
+            return RetryDue()
+        case _:
+            return None
