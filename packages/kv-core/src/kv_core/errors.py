@@ -33,14 +33,14 @@ class KVError(Exception):
             if owner is not cls and owner.__qualname__ != cls.__qualname__:
                 raise TypeError(f"error code {cls.code} belongs to {owner.__qualname__}")
 
-    def __init__(self, **fields: FieldValue) -> None:
+    def __init__(self, /, **fields: FieldValue) -> None:
         self.fields: dict[str, FieldValue] = fields
         super().__init__(self._sentence())
 
     def _sentence(self) -> str:
         try:
             return self.template.format_map(self.fields)
-        except (KeyError, IndexError, ValueError):
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError):
             # A peer of another version may have sent other fields: say what there is rather than fail.
             return f"{type(self).__name__}: {self.fields}"
 

@@ -1,0 +1,231 @@
+"""The names of KV blocks: two chained hashes over tokens, rooted in a namespace.
+
+For block `i` of a sequence, with `tokens_i` as little-endian uint32 and `extra_i` as below:
+
+    sequence_i = XXH3-128(sequence_{i-1} || tokens_i || extra_i)    sequence_{-1} = namespace.digest
+    check_i    = CRC-32C(tokens_i || extra_i) continued from check_{i-1}; check_{-1} = namespace.check_seed
+
+`extra_i` is empty for text. A picture or sound whose placeholder run touches block `i` adds
+`start (u32 LE) || length of digest (u32 LE) || digest`, in order of `start`. `tokens_i` has a fixed length within a
+namespace, so the three parts cannot run into each other.
+
+A hash names tokens; equal hashes are a hit only after the tokens of the whole prefix were compared. `token_digest` is
+that comparison when the tokens are on another machine. Whoever holds a partial block holds no name for it.
+
+H1: equal input, equal names: in every process and Python version. H2: extending is the same as hashing at once.
+H3: nothing here uses Python's `hash()`.
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import xxhash
+
+from kv_core import limits
+from kv_core.checksum import Buffer, crc32c
+from kv_core.errors import KVError
+from kv_core.namespace import Namespace
+
+Tokens = Buffer | Sequence[int]
+"""Tokens as a buffer of little-endian uint32 (raw bytes, `array("I")`, a NumPy uint32 array) or as integers."""
+
+TOKEN_BYTES: Final = 4
+TOKEN_DIGEST_BYTES: Final = 32
+
+
+class InvalidTokensError(KVError):
+    """Tokens or extras that cannot be hashed."""
+
+    code = 1060
+    template = "invalid tokens: {reason}"
+
+
+class BlockHash(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The two names of one block: `sequence` (16 bytes, big-endian) and `check` (32 bits)."""
+
+    sequence: bytes
+    check: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Content that stands behind placeholder tokens `[start, start + length)`, by its digest."""
+
+    start: int
+    digest: bytes
+    length: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < limits.MAX_TOKENS_PER_REQUEST or self.length < 1:
+            raise InvalidTokensError(reason=f"extra at {self.start} of length {self.length}")
+        if not 1 <= len(self.digest) <= limits.MAX_EXTRA_DIGEST_BYTES:
+            raise InvalidTokensError(reason=f"extra digest of {len(self.digest)} bytes")
+
+
+def hash_tokens(namespace: Namespace, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[BlockHash]:
+    """The names of the full blocks of `tokens`; tokens after the last full block are left out.
+
+    Raises:
+        InvalidTokensError: a token outside uint32, a buffer of another element type, too many tokens.
+    """
+    return extend(namespace, None, 0, tokens, extras)
+
+
+def extend(
+    namespace: Namespace,
+    parent: BlockHash | None,
+    start: int,
+    tokens: Tokens,
+    extras: Sequence[Extra] = (),
+) -> list[BlockHash]:
+    """The names of the full blocks of `tokens`, which follow the block named `parent` at token position `start`.
+
+    Args:
+        parent: the last full block's names; None at the beginning of a sequence.
+        start: position of `tokens[0]` in the sequence, a multiple of the block size.
+        extras: with positions in the sequence, not in `tokens`.
+    """
+    sequences, checks = extend_columns(namespace, parent, start, tokens, extras)
+    return list(map(BlockHash, sequences, checks))
+
+
+def extend_columns(
+    namespace: Namespace,
+    parent: BlockHash | None,
+    start: int,
+    tokens: Tokens,
+    extras: Sequence[Extra] = (),
+) -> tuple[list[bytes], list[int]]:
+    """`extend` as two columns (sequence hashes, check hashes), for callers that need speed more than objects."""
+    block_size = namespace.block_size
+    if start % block_size or (start == 0) != (parent is None):
+        raise InvalidTokensError(reason=f"position {start} does not follow a full block of {block_size}")
+    raw = token_bytes(tokens)
+    if start + len(raw) // TOKEN_BYTES > limits.MAX_TOKENS_PER_REQUEST:
+        raise InvalidTokensError(reason=f"more than {limits.MAX_TOKENS_PER_REQUEST} tokens")
+    block_nbytes = block_size * TOKEN_BYTES
+    num_blocks = len(raw) // block_nbytes
+    suffixes = _suffixes(extras, start, num_blocks, block_size)
+    sequence, check = (namespace.digest, namespace.check_seed) if parent is None else (parent.sequence, parent.check)
+    sequences: list[bytes] = []
+    checks: list[int] = []
+    for i in range(num_blocks):
+        piece = raw[i * block_nbytes : (i + 1) * block_nbytes] + suffixes.get(i, b"")
+        sequence = xxhash.xxh3_128_digest(sequence + piece)
+        check = crc32c(piece, check)
+        sequences.append(sequence)
+        checks.append(check)
+    return sequences, checks
+
+
+class HashChain:
+    """The names of a growing sequence, block by block as it fills.
+
+    >>> chain = HashChain(Namespace("llama-3-8b", "main"))
+    >>> len(chain.extend(range(40))), chain.num_tokens
+    (2, 40)
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._extras: list[Extra] = []
+        self._tail = b""
+        self._last: BlockHash | None = None
+        self._num_hashed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens given so far."""
+        return self._num_hashed + len(self._tail) // TOKEN_BYTES
+
+    @property
+    def last(self) -> BlockHash | None:
+        """The last full block's names; None before the first."""
+        return self._last
+
+    def extend(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[BlockHash]:
+        """Append tokens; the names of the blocks that are full now and were not before."""
+        raw = self._tail + token_bytes(tokens)
+        known = [*self._extras, *extras]
+        new = extend(self._namespace, self._last, self._num_hashed, raw, known)
+        nbytes = len(new) * self._namespace.block_size * TOKEN_BYTES
+        self._tail = raw[nbytes:]
+        self._num_hashed += nbytes // TOKEN_BYTES
+        self._last = new[-1] if new else self._last
+        self._extras = [extra for extra in known if extra.start + extra.length > self._num_hashed]
+        return new
+
+
+def token_digest(tokens: Tokens, extras: Sequence[Extra] = ()) -> bytes:
+    """BLAKE2b (32 bytes) over all tokens and extras: what a reader sends to prove that it means the same prefix."""
+    raw = token_bytes(tokens)
+    state = hashlib.blake2b(digest_size=TOKEN_DIGEST_BYTES, person=b"kv-tokens")
+    state.update(struct.pack("<Q", len(raw)))
+    state.update(raw)
+    for extra in sorted(extras, key=_extra_order):
+        state.update(struct.pack("<III", extra.start, extra.length, len(extra.digest)) + extra.digest)
+    return state.digest()
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Tokens as little-endian uint32.
+
+    Raw bytes are taken as they are; other buffers must hold 4-byte unsigned integers.
+
+    Raises:
+        InvalidTokensError: a token outside uint32, or a buffer of another element type.
+    """
+    if isinstance(tokens, bytes):
+        raw = tokens
+    else:
+        try:
+            view = memoryview(tokens)  # type: ignore[arg-type]  # a sequence of integers raises TypeError
+        except TypeError:
+            return _integers(tokens)  # type: ignore[arg-type]
+        raw = _from_view(view)
+    if len(raw) % TOKEN_BYTES:
+        raise InvalidTokensError(reason=f"{len(raw)} bytes are not a whole number of uint32")
+    return raw
+
+
+def _from_view(view: memoryview) -> bytes:
+    native = view.format.lstrip("@=<") if sys.byteorder == "little" else view.format.lstrip("<")
+    if view.ndim == 1 and (view.format == "B" or (native in ("I", "L") and view.itemsize == TOKEN_BYTES)):
+        return view.tobytes()
+    if view.ndim == 1 and sys.byteorder == "big" and view.format in ("I", "L", "@I", "@L", "=I", "=L"):
+        return _integers(view.tolist())
+    raise InvalidTokensError(reason=f"buffer of format {view.format!r}, {view.ndim} dimensions; need uint32 in one")
+
+
+def _integers(tokens: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidTokensError(reason=str(error)) from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _extra_order(extra: Extra) -> tuple[int, bytes]:
+    return extra.start, extra.digest
+
+
+def _suffixes(extras: Sequence[Extra], start: int, num_blocks: int, block_size: int) -> dict[int, bytes]:
+    """What the extras add to each block, by the block's index from `start`."""
+    if len(extras) > limits.MAX_EXTRAS_PER_REQUEST:
+        raise InvalidTokensError(reason=f"{len(extras)} extras, at most {limits.MAX_EXTRAS_PER_REQUEST}")
+    suffixes: dict[int, bytes] = {}
+    for extra in sorted(extras, key=_extra_order):
+        first = max((extra.start - start) // block_size, 0)
+        last = min((extra.start + extra.length - 1 - start) // block_size, num_blocks - 1)
+        encoded = struct.pack("<II", extra.start, len(extra.digest)) + extra.digest
+        for i in range(first, last + 1):
+            suffixes[i] = suffixes.get(i, b"") + encoded
+    return suffixes
