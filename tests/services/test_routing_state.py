@@ -172,33 +172,27 @@ class World:
                     pass
 
 
-kinds = st.sampled_from(
-    [
-        "placed",
-        "unplaced",
-        "reserved",
-        "refused",
-        "prefilled",
-        "tokens",
-        "stale",
-        "lost",
-        "decode_failed",
-        "died",
-        "retry",
-    ]
-)
+ENABLED = {
+    RouteState.PLACING: ("placed", "placed", "placed", "unplaced", "died", "stale"),
+    RouteState.RESERVING: ("reserved", "reserved", "reserved", "refused", "died", "stale"),
+    RouteState.RUNNING: ("prefilled", "tokens", "tokens", "lost", "stale", "decode_failed", "died", "died"),
+    RouteState.WAITING: ("retry", "retry", "died", "stale"),
+}
 
 
 @given(
-    st.lists(st.tuples(kinds, st.integers(0, 3), st.booleans()), max_size=40),
+    st.lists(st.tuples(st.integers(0, 23), st.integers(0, 3), st.booleans()), max_size=40),
     st.sampled_from(["deadline", "gone", "text"]),
 )
-def test_whatever_happens_one_verdict_and_nothing_left_reserved(run: list[tuple[str, int, bool]], end: str) -> None:
-    w = World(new())
+def test_whatever_happens_one_verdict_and_nothing_left_reserved(run: list[tuple[int, int, bool]], end: str) -> None:
+    w = World(RequestRoute(max_attempts=6, retry_delay_ns=10))
     r = w.route
     w.perform(r.step(Started()))
-    for kind, pick, flag in run:
-        event = _event(kind, pick, flag, w)
+    for choice, pick, flag in run:
+        if r.state is RouteState.DONE:
+            break
+        enabled = ENABLED[r.state]
+        event = _event(enabled[choice % len(enabled)], pick, flag, w)
         if event is None:
             continue
         if isinstance(event, PrefillEnded) and event.epoch == r.epoch and r.prefill is not None:
