@@ -28,7 +28,6 @@ from kv_services.gateway.routing_state import (
     ReserveFailed,
     RetryDue,
     RouteState,
-    SampledToken,
     SendPrefill,
     SendReserve,
     Started,
@@ -36,13 +35,14 @@ from kv_services.gateway.routing_state import (
     TextComplete,
     TokensArrived,
 )
+from kv_services.messages import OutputToken
 
 P0, P1, D0, D1 = (NodeId(n) for n in ("p0", "p1", "d0", "d1"))
 OOPS = RetryableError(detail="oops")
 
 
-def tokens(*ids: int) -> tuple[SampledToken, ...]:
-    return tuple(SampledToken(i, 0.0) for i in ids)
+def tokens(*ids: int) -> tuple[OutputToken, ...]:
+    return tuple(OutputToken(i) for i in ids)
 
 
 def running(route: RequestRoute) -> None:
@@ -132,14 +132,14 @@ def test_a_reserve_that_timed_out_is_ended_where_it_may_have_succeeded() -> None
     assert EndAt(D0, 1, "attempt failed") in r.step(ReserveFailed(1, OOPS, may_retry=True))
 
 
-def test_no_prefill_node_and_missing_blocks_is_said_so() -> None:
+def test_a_hand_over_that_nobody_was_asked_for_ends_the_attempt() -> None:
     r = RequestRoute(max_attempts=1, retry_delay_ns=10)
     r.step(Started())
     r.step(Placed(D0, None))
     effects = r.step(Reserved(1, needs_prefill=True))
     assert effects[0] == EndAt(D0, 1, "attempt failed")
     assert isinstance(effects[-1], Fail)
-    assert "no prefill node" in str(effects[-1].error)
+    assert "nobody was asked for" in str(effects[-1].error)
 
 
 @dataclass

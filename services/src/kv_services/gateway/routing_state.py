@@ -13,8 +13,9 @@ G5: whatever was reserved at a node is ended there, or the node is known to be d
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kv_core.errors import KVError, LocalProtocolError
+from kv_core.errors import KVError, LocalProtocolError, RemoteProtocolError
 from kv_core.ids import NodeId
+from kv_services.messages import OutputToken
 
 
 class RouteState(Enum):
@@ -29,22 +30,13 @@ class RouteState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One token as the decode node sampled it; log-probabilities are natural logarithms."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
     """The client's request was accepted by the front."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placement chose; `prefill` is None when no prefill node lives (the decode node may hold the whole prefix)."""
+    """Placement chose; `prefill` is None when no prefill node lives: the decode node then computes the rest itself."""
 
     decode: NodeId
     prefill: NodeId | None
@@ -89,7 +81,7 @@ class TokensArrived:
 
     epoch: int
     first_index: int
-    tokens: tuple[SampledToken, ...]
+    tokens: tuple[OutputToken, ...]
     finish: str | None = None
 
 
@@ -189,7 +181,7 @@ class Deliver:
     """Show these tokens, which start at output index `first_index`, to the client."""
 
     first_index: int
-    tokens: tuple[SampledToken, ...]
+    tokens: tuple[OutputToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +275,9 @@ class RequestRoute:
                 if not needs_prefill or self.decode is None:
                     return []
                 if self.prefill is None:
-                    return self._retry_after_ending(_no_prefill(self.decode), None)
+                    # It was asked to compute what it lacks itself, so it broke the protocol.
+                    error = RemoteProtocolError(detail=f"{self.decode} wants a hand-over that nobody was asked for")
+                    return self._retry_after_ending(error, self.decode)
                 self.prefill_running = True
                 return [SendPrefill(self.prefill, self.decode, epoch)]
             case ReserveFailed(_, error, may_retry):
@@ -379,14 +373,3 @@ class RequestRoute:
     def _expect(self, event: Event, state: RouteState) -> None:
         if self.state is not state:
             raise LocalProtocolError(detail=f"{type(event).__name__} while {self.state.value}, not {state.value}")
-
-
-def _no_prefill(decode: NodeId) -> KVError:
-    return NoPrefillNode(decode=decode)
-
-
-class NoPrefillNode(KVError):
-    """The decode node lacks blocks and no prefill node lives that could compute them."""
-
-    code = 7010
-    template = "no prefill node is alive to compute what {decode} lacks"

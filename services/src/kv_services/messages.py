@@ -1,0 +1,255 @@
+"""What the roles say to each other on the bus: the one schema file that every role shares.
+
+Every message is a tagged, frozen struct; what does not fit is refused by the wire and counted. Times on the wire are
+durations, never clock readings of another machine. New fields need defaults and go last: older peers skip them.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kv_core import limits
+from kv_core.dtypes import parse_dtype
+from kv_core.namespace import Fidelity, Namespace
+
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
+Count = Annotated[int, Meta(ge=0, le=limits.MAX_INT64)]
+Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
+TokenBytes = Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_TOKENS_PER_REQUEST)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class OutputToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One generated token; log-probabilities are natural logarithms, None when none were asked for."""
+
+    token_id: Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class NamespaceFields(msgspec.Struct, frozen=True, array_like=True):
+    """A `Namespace` on the wire."""
+
+    model_id: Name
+    weights_revision: Name
+    salt: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)]
+    dtype: Name
+    fidelity: Name
+    block_size: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCK_SIZE)]
+    lora_name: Name | None = None
+    lora_revision: Name | None = None
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> "NamespaceFields":
+        return cls(
+            namespace.model_id,
+            namespace.weights_revision,
+            namespace.salt,
+            namespace.dtype.value,
+            str(namespace.fidelity),
+            namespace.block_size,
+            namespace.lora_name,
+            namespace.lora_revision,
+        )
+
+    def namespace(self) -> Namespace:
+        """The namespace these fields name.
+
+        Raises:
+            InvalidNamespaceError, UnknownDTypeError: fields that cannot be.
+        """
+        return Namespace(
+            model_id=self.model_id,
+            weights_revision=self.weights_revision,
+            lora_name=self.lora_name,
+            lora_revision=self.lora_revision,
+            salt=self.salt,
+            dtype=parse_dtype(self.dtype),
+            fidelity=Fidelity.parse(self.fidelity),
+            block_size=self.block_size,
+        )
+
+    def __repr__(self) -> str:
+        # The salt is the tenant's secret.
+        return f"NamespaceFields({self.model_id}@{self.weights_revision[:12]}, {self.dtype}, {self.fidelity})"
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the decode node chooses tokens; fully determined, so that another node would go on identically."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_TOKENS_PER_REQUEST)]
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)]
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)]
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=limits.MAX_INT64)]
+    stop_token_ids: tuple[int, ...]
+    top_logprobs: Annotated[int, Meta(ge=0, le=64)] | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What a node says of its work and room in each heartbeat."""
+
+    running: Count = 0
+    waiting: Count = 0
+    waiting_tokens: Count = 0
+    slots_total: Count = 0
+    slots_free: Count = 0
+    slots_cached: Count = 0
+    slots_pinned: Count = 0
+    tokens_per_second: float = 0.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Published by every process at a steady pace: alive, in this role, with this load."""
+
+    node_id: Name
+    role: Name
+    state: Name
+    load: Load
+
+
+class IntroduceAgent(msgspec.Struct, frozen=True, tag="introduce_agent"):
+    """Here is how to reach my arena; the reply is the peer's own. Travels on the authenticated bus only."""
+
+    metadata: bytes
+
+
+class AgentIntroduced(msgspec.Struct, frozen=True, tag="agent_introduced"):
+    """The reply to `IntroduceAgent`."""
+
+    metadata: bytes
+
+
+class ReserveDecode(msgspec.Struct, frozen=True, tag="reserve_decode"):
+    """Gateway to decode node: hold slots for these tokens and decode when their KV is there.
+
+    `tokens` are the prompt and the `num_confirmed` tokens the client already has. With `compute_locally` no prefill
+    node will hand over: the decode node computes what it lacks itself.
+    """
+
+    request_id: Name
+    epoch: Epoch
+    namespace: NamespaceFields
+    tokens: TokenBytes
+    num_confirmed: Count
+    sampling: Sampling
+    deadline_ns: Count
+    compute_locally: bool = False
+    after: bytes = b""
+
+
+class DecodeReserved(msgspec.Struct, frozen=True, tag="decode_reserved"):
+    """The slots are held. `grant` is None when the node needs no hand-over; else it covers the blocks from
+    `first_block` on, as far as the prompt reaches without its last token."""
+
+    request_id: Name
+    epoch: Epoch
+    cached_tokens: Count
+    first_block: Count
+    grant: bytes | None
+
+
+class RunPrefill(msgspec.Struct, frozen=True, tag="run_prefill"):
+    """Gateway to prefill node: make the KV of all of `tokens` exist and hand it over under `grant`."""
+
+    request_id: Name
+    epoch: Epoch
+    namespace: NamespaceFields
+    tokens: TokenBytes
+    decode_node: Name
+    first_block: Count
+    grant: bytes
+    deadline_ns: Count
+    after: bytes = b""
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
+    """Every byte was verified at the decode node. Token counts say where the prompt's KV came from."""
+
+    request_id: Name
+    epoch: Epoch
+    local_tokens: Count
+    pulled_tokens: Count
+    computed_tokens: Count
+    bytes_moved: Count
+    bytes_pulled: Count
+    units: Count
+    retries: Count
+    transport: Name
+    handover_ns: Count
+    queued_ns: Count
+    compute_ns: Count
+
+
+class HandoverDone(msgspec.Struct, frozen=True, tag="handover_done"):
+    """Prefill to decode node: all was sent; the entry's XXH3 over the block CRCs in order must come out as this."""
+
+    request_id: Name
+    epoch: Epoch
+    num_tokens: Count
+    checksum: Annotated[int, Meta(ge=0, le=limits.MAX_UINT64)]
+    after: bytes = b""
+
+
+class HandoverAccepted(msgspec.Struct, frozen=True, tag="handover_accepted"):
+    """The reply to `HandoverDone`."""
+
+    request_id: Name
+    epoch: Epoch
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag="token_batch"):
+    """Decode node to gateway: tokens `first_index ..` of the answer; `finish` (stop or length) on the last batch."""
+
+    request_id: Name
+    epoch: Epoch
+    first_index: Count
+    tokens: tuple[OutputToken, ...]
+    finish: Name | None = None
+
+
+class DecodeGaveUp(msgspec.Struct, frozen=True, tag="decode_gave_up"):
+    """Decode node to gateway: this epoch of the request ends here with an error."""
+
+    request_id: Name
+    epoch: Epoch
+    error_code: int
+    error_fields: dict[str, msgspec.Raw | str | int | float | bool | bytes | None]
+    may_retry: bool
+
+
+class EndRequest(msgspec.Struct, frozen=True, tag="end_request"):
+    """Gateway to a node: this epoch is over; release what it held. Known or not, the epoch is fenced afterwards."""
+
+    request_id: Name
+    epoch: Epoch
+    cause: Name
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Heard; nothing more to say."""
+
+
+class LeasePrefix(msgspec.Struct, frozen=True, tag="lease_prefix"):
+    """Let me read the KV of this prefix. The holder compares `token_digest` with its own stored tokens."""
+
+    namespace: NamespaceFields
+    sequence: Digest
+    check: Count
+    num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
+    token_digest: bytes
+    lease_ns: Count
+
+
+class PrefixLeased(msgspec.Struct, frozen=True, tag="prefix_leased"):
+    """The blocks stay where they are for `lease_ns`, or until `ReleaseLease`."""
+
+    lease_id: Count
+    grant: bytes
+    lease_ns: Count
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
+    """The reader is done."""
+
+    lease_id: Count
