@@ -1,1 +1,43 @@
-"""One-sided, checked transfers of KV blocks over shared memory, TCP and UCX."""
+"""One-sided, checked transfers of KV blocks: arenas, a transfer agent, and the engine that moves requests' KV."""
+
+from kv_transport.agent import TransferAgent
+from kv_transport.arena import Arena
+from kv_transport.config import TransportConfig
+from kv_transport.engine import KVCacheTransferEngine
+from kv_transport.futures import TransferFuture
+from kv_transport.handover import Handover
+from kv_transport.inbound import Inbound, LayerArrival
+from kv_transport.regions import Inventory, InventoryItem, MemoryRegion, Notif, SharedBuffer, XferDesc
+from kv_transport.tickets import AgentMetadata, KVForm, ReadGrant, RegionInfo, WriteGrant
+from kv_transport.types import Access, PeerName, TransferPriority, TransferStats, XferOp, XferState
+from kv_transport.xfer import Xfer, XferDlist
+
+__all__ = [
+    "Access",
+    "AgentMetadata",
+    "Arena",
+    "Handover",
+    "Inbound",
+    "Inventory",
+    "InventoryItem",
+    "KVCacheTransferEngine",
+    "KVForm",
+    "LayerArrival",
+    "MemoryRegion",
+    "Notif",
+    "PeerName",
+    "ReadGrant",
+    "RegionInfo",
+    "SharedBuffer",
+    "TransferAgent",
+    "TransferFuture",
+    "TransferPriority",
+    "TransferStats",
+    "TransportConfig",
+    "WriteGrant",
+    "Xfer",
+    "XferDesc",
+    "XferDlist",
+    "XferOp",
+    "XferState",
+]

@@ -1,0 +1,75 @@
+"""How an agent behaves: what a cluster file may set."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kv_transport import limits
+from kv_transport.errors import InvalidDescriptor
+
+TransportName = Literal["auto", "shm", "tcp", "ucx", "memory"]
+
+_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Settings of one agent.
+
+    Attributes:
+        transport: `auto` takes shm on one host; between hosts ucx if `allow_ucx` and both ends have RDMA, else tcp.
+        socket_folder: folder for the unix sockets of shm, of mode 0700 (made if missing); None turns shm off.
+        tcp_host: address to bind; loopback unless told otherwise. None turns tcp off.
+        tcp_port: 0 lets the system choose.
+        tcp_streams: connections per peer.
+        io_threads: threads that move bytes for tcp.
+        copy_threads: threads that move bytes for shm.
+        allow_ucx: whether `auto` may choose ucx (remote keys give unbounded access: fabrics you trust only).
+        window_size: units in flight per peer.
+        unit_bytes: most bytes of one unit (a unit never crosses a layer).
+        connect_timeout_ms: for a connection including its handshake.
+        unit_timeout_ms: for one unit from posting to acknowledgement.
+        heartbeat_ms: how often an active link says that it lives.
+        silence_timeout_ms: silence on an active link that counts as its death.
+        resume_grace_ms: how long a receiver waits for a live writer to come back by another link.
+        fence_timeout_ms: how long a fence may take before the slots go to quarantine.
+        quarantine_slots_max: per peer; at the cap it is offered tcp only.
+    """
+
+    transport: TransportName = "auto"
+    socket_folder: Path | None = None
+    tcp_host: str | None = "127.0.0.1"
+    tcp_port: int = 0
+    tcp_streams: int = 2
+    io_threads: int = 1
+    copy_threads: int = 2
+    allow_ucx: bool = False
+    window_size: int = limits.WINDOW_SIZE
+    unit_bytes: int = limits.UNIT_BYTES_MAX
+    connect_timeout_ms: int = 2_000
+    unit_timeout_ms: int = 5_000
+    heartbeat_ms: int = 500
+    silence_timeout_ms: int = 3_000
+    resume_grace_ms: int = 300
+    fence_timeout_ms: int = 1_000
+    quarantine_slots_max: int = limits.QUARANTINE_SLOTS_MAX
+
+    def __post_init__(self) -> None:
+        for name in ("tcp_streams", "io_threads", "copy_threads", "window_size"):
+            value = getattr(self, name)
+            if not 1 <= value <= 64:
+                raise InvalidDescriptor(what=name, value=value, reason="1 to 64")
+        if not 4096 <= self.unit_bytes <= limits.UNIT_BYTES_MAX:
+            raise InvalidDescriptor(what="unit_bytes", value=self.unit_bytes, reason=f"4096 to {limits.UNIT_BYTES_MAX}")
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name.endswith("_ms") and not 1 <= value <= 3_600_000:
+                raise InvalidDescriptor(what=name, value=value, reason="1 ms to 1 hour")
+        if self.silence_timeout_ms < 2 * self.heartbeat_ms:
+            raise InvalidDescriptor(
+                what="silence_timeout_ms", value=self.silence_timeout_ms, reason="at least two heartbeats"
+            )
+
+    def ns(self, name: str) -> int:
+        """A `..._ms` setting in nanoseconds."""
+        return int(getattr(self, name)) * _MS

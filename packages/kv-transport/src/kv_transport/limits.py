@@ -1,0 +1,71 @@
+"""The bounds of kv-transport, each with its reason."""
+
+from typing import Final
+
+from kv_core.limits import KIB, MIB
+
+UNIT_BYTES_MAX: Final = 4 * MIB
+"""A transfer unit: small enough that urgent work overtakes soon, large enough that per-unit cost vanishes."""
+
+CELLS_PER_UNIT_MAX: Final = 2048
+"""Pieces with a CRC of their own in one unit: their checksums (16 KiB) and offsets fit one control frame."""
+
+WINDOW_SIZE: Final = 8
+"""Units in flight per peer."""
+
+COPY_PIECE_BYTES: Final = 1 * MIB
+"""Bytes copied before their checksum is taken: still in the second-level cache, and few enough calls."""
+
+INLINE_COPY_BYTES_MAX: Final = 64 * KIB
+"""A copy that is cheaper on the loop (about 10 us) than handed to a thread."""
+
+RECEIVE_PIECE_BYTES: Final = 1 * MIB
+"""Most bytes taken from a socket at once, so that one stream does not starve the others of its thread."""
+
+CONTROL_FRAME_BYTES_MAX: Final = 128 * KIB
+"""One control frame; below the default send buffer of a unix socket (208 KiB), or it could never be sent."""
+
+NOTIF_BYTES_MAX: Final = 64 * KIB
+"""The application's bytes in one notification."""
+
+NOTIFS_MAX: Final = 4096
+"""Notifications that wait for `notifs()`; further ones are dropped and counted."""
+
+SLOTS_MAX: Final = 1 << 26
+"""Slots of an arena: 64 Mi blocks of 16 tokens are a thousand million tokens."""
+
+LEASES_MAX: Final = 1024
+"""Read leases alive at once; the table is part of an arena's mapping."""
+
+GRANTS_MAX: Final = 4096
+"""Write grants open at once."""
+
+POSITIONS_PER_TICKET_MAX: Final = 1 << 16
+"""Blocks in one grant or lease: the longest sequence in blocks of 16 tokens."""
+
+REGIONS_MAX: Final = 1024
+"""Registered regions of one agent."""
+
+PEERS_MAX: Final = 1024
+"""Introduced peers of one agent."""
+
+REPLAY_WINDOW: Final = 1024
+"""Nonces below the newest one that are still told apart: far more than can be reordered by several streams."""
+
+QUARANTINE_SLOTS_MAX: Final = 1024
+"""Slots that wait for a fence, per peer, before that peer is offered tcp only."""
+
+CHECKSUM_RETRIES_MAX: Final = 3
+"""Attempts after the first that a unit with bad bytes gets."""
+
+QUEUED_UNITS_MAX: Final = 1 << 17
+"""Units waiting at one peer: half a TiB of work."""
+
+PENDING_HANDSHAKES_MAX: Final = 64
+"""Connections that have not yet proved whose they are; further ones are closed at once."""
+
+HANDSHAKE_BYTES_MAX: Final = 1 * KIB
+"""Bytes read from a connection before it has proved whose it is."""
+
+SESSIONS_PER_PEER_MAX: Final = 64
+"""Connections of one peer (several streams, and reconnection overlapping with the old ones)."""
