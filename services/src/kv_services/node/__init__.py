@@ -1,0 +1,1 @@
+"""One node that holds KV: prefill, decode and store roles over one arena."""

@@ -1,0 +1,90 @@
+"""One request on a decode node: its tokens, its block table and what is busy with its memory."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_core.block import BlockRef
+from kv_core.hashing import BlockHash, HashChain
+from kv_core.ids import NodeId, RequestId
+from kv_core.namespace import Namespace
+from kv_prefix.pins import Receipt
+from kv_services.engine.interface import Parked
+from kv_services.messages import OutputToken, Sampling
+
+
+class SeqState(Enum):
+    """Where a request stands on its decode node."""
+
+    WAITING = "waiting for slots"
+    ARRIVING = "receiving its KV"
+    COMPUTING = "computing its KV"
+    READY = "decoding"
+    PREEMPTED = "preempted"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True)
+class DecodeSequence:
+    """One request on a decode node.
+
+    Attributes:
+        tokens: prompt, what the client had at the start, and what was decoded here.
+        num_given: how many of `tokens` came with the request.
+        order: admission order; the youngest is preempted first.
+        table: receipt of the block table; None while nothing is held.
+        stored: KV of `tokens[:stored]` is in the blocks.
+        committed: blocks of the table that are findable by others.
+        layers_ready: layers of the hand-over that are verified.
+        held: a token that was sampled before the hand-over's checksum was compared; shown only after it was.
+    """
+
+    request_id: RequestId
+    epoch: int
+    gateway: NodeId
+    namespace: Namespace
+    tokens: list[int]
+    num_given: int
+    num_confirmed: int
+    sampling: Sampling
+    deadline_ns: int
+    order: int
+    compute_locally: bool
+    state: SeqState = SeqState.WAITING
+    table: Receipt | None = None
+    refs: list[BlockRef] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    stored: int = 0
+    committed: int = 0
+    cached_tokens: int = 0
+    layers_ready: int = 0
+    parked: Parked | None = None
+    stepping: bool = False
+    inbound_open: bool = False
+    computing: bool = False
+    held: OutputToken | None = None
+    ended: bool = False
+    answered: bool = False
+    _chain: HashChain | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody may still read or write the blocks: they must not be given back yet."""
+        return self.stepping or self.computing or self.inbound_open
+
+    @property
+    def num_produced(self) -> int:
+        """Tokens decoded here."""
+        return len(self.tokens) - self.num_given
+
+    def hash_blocks(self) -> list[BlockHash]:
+        """Hashes of all full blocks of `tokens`, extended as the sequence grows."""
+        if self._chain is None:
+            self._chain = HashChain(self.namespace)
+        self.hashes += self._chain.extend(self.tokens[self._chain.num_tokens :])
+        return self.hashes
+
+    def finish_reason(self, token_id: int) -> str | None:
+        """Why the answer is complete with this token, if it is."""
+        if token_id in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.num_produced >= self.sampling.max_tokens else None

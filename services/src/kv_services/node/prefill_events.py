@@ -1,0 +1,196 @@
+"""What a prefill node's machine hears (past tense) and what it wants done (imperative)."""
+
+from dataclasses import dataclass
+
+from kv_core.block import BlockRef
+from kv_core.errors import KVError
+from kv_core.hashing import BlockHash
+from kv_core.ids import NodeId, RequestId
+from kv_core.namespace import Namespace
+from kv_prefix.block_pool import CopyBlock
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAsked:
+    """A gateway wants the KV of `tokens` but the last at `decode_node`, from block `first_block` on."""
+
+    now_ns: int
+    request_id: RequestId
+    epoch: int
+    gateway: NodeId
+    namespace: Namespace
+    tokens: tuple[int, ...]
+    decode_node: NodeId
+    first_block: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Another node's blocks were fetched and verified; `error` when they were not."""
+
+    request_id: RequestId
+    epoch: int
+    nbytes: int = 0
+    error: KVError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComputed:
+    """The compute thread is done; `error` when it did not finish."""
+
+    now_ns: int
+    request_id: RequestId
+    epoch: int
+    error: KVError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverStats:
+    """How a hand-over went."""
+
+    nbytes: int
+    units: int
+    retries: int
+    transport: str
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverEnded:
+    """The hand-over is over and reads our blocks no more: verified by the decode node, or failed."""
+
+    request_id: RequestId
+    epoch: int
+    result: HandoverStats | KVError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEndAsked:
+    """The gateway ends this epoch (and all below it)."""
+
+    request_id: RequestId
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPeerDied:
+    """Membership declared a process dead."""
+
+    node_id: NodeId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimePassed:
+    """Deadlines are judged."""
+
+    now_ns: int
+
+
+PrefillEvent = (
+    PrefillAsked | Pulled | PrefillComputed | HandoverEnded | PrefillEndAsked | PrefillPeerDied | PrefillTimePassed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """Fetch blocks `[first_block, first_block + num_blocks)` of the prefix from `holder`."""
+
+    holder: NodeId
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Fetch into `refs`; answer with `Pulled`."""
+
+    request_id: RequestId
+    epoch: int
+    namespace: Namespace
+    plan: PullPlan
+    tokens: tuple[int, ...]
+    block_hash: BlockHash
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHandover:
+    """Begin the hand-over; blocks `[first_block, ready_blocks)` of `refs` are complete in every layer already."""
+
+    request_id: RequestId
+    epoch: int
+    decode_node: NodeId
+    first_block: int
+    ready_blocks: int
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Compute KV of tokens `[start, stop)`, after `copy`; layers go to the hand-over as they are written."""
+
+    request_id: RequestId
+    epoch: int
+    tokens: tuple[int, ...]
+    start: int
+    stop: int
+    refs: tuple[BlockRef, ...]
+    copy: CopyBlock | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCompute:
+    """Stop computing between layers; `PrefillComputed` still comes."""
+
+    request_id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishHandover:
+    """All was submitted: wait until it is verified, compare checksums; answer with `HandoverEnded`."""
+
+    request_id: RequestId
+    epoch: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortHandover:
+    """Stop reading our blocks; `HandoverEnded` still comes."""
+
+    request_id: RequestId
+    epoch: int
+    error: KVError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDone:
+    """Tell the gateway that the hand-over is complete."""
+
+    request_id: RequestId
+    epoch: int
+    local_tokens: int
+    pulled_tokens: int
+    computed_tokens: int
+    bytes_pulled: int
+    stats: HandoverStats
+    queued_ns: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFailed:
+    """Tell the gateway why not."""
+
+    request_id: RequestId
+    epoch: int
+    error: KVError
+
+
+PrefillEffect = (
+    StartPull | OpenHandover | StartPrefill | CancelCompute | FinishHandover | AbortHandover | ReplyDone | ReplyFailed
+)
