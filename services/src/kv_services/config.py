@@ -8,7 +8,6 @@ explicit address, and one outside loopback was allowed by `allow_remote`; nodes 
 ids and API keys are unique. Paths in it (`state_dir`, `model.path`) are absolute.
 """
 
-import hmac
 import ipaddress
 import re
 import tomllib
@@ -33,6 +32,8 @@ _BYTES: Final = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(B|KiB|MiB|GiB|Ti
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Bytes = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})? ?(B|KiB|MiB|GiB|TiB)$")]
+
+ApiKey = Annotated[str, Meta(min_length=16, max_length=256)]
 
 
 class Role(Enum):
@@ -66,6 +67,14 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     allow_remote: Annotated[
         bool, Meta(description="allow hosts outside loopback; without it every address must be a loopback one")
     ] = False
+    operator_keys: Annotated[
+        list[ApiKey],
+        Meta(description="bearer tokens that may read /status and /metrics of a gateway that has tenants"),
+    ] = []
+
+    def __repr__(self) -> str:
+        # Keys are secrets: a config may be logged.
+        return f"ClusterSection(name={self.name!r}, state_dir={self.state_dir!r}, allow_remote={self.allow_remote})"
 
 
 class ModelSection(_Section, frozen=True, kw_only=True):
@@ -129,7 +138,7 @@ class HealthSection(_Section, frozen=True, kw_only=True):
     """Thresholds above (ratios: below) which the monitor raises an alarm."""
 
     kv_transfer_failure_rate: Annotated[float, Meta(ge=0, le=1, description="failed transfers / transfers")] = 0.01
-    kv_staleness_ms: Annotated[float, Meta(gt=0, le=1e9, description="age of the oldest update not yet applied")] = 10.0
+    kv_staleness_ms: Annotated[float, Meta(gt=0, le=1e9, description="age of the oldest update not applied")] = 10.0
     kv_replication_lag: Annotated[int, Meta(ge=0, description="updates of an origin not yet applied")] = 2
     kv_transfer_latency_p99_ms: Annotated[
         float, Meta(gt=0, le=1e9, description="99th percentile of a transfer's time")
@@ -162,7 +171,7 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
 
     id: Annotated[Name, Meta(description="name of the tenant")]
     api_keys: Annotated[
-        list[Annotated[str, Meta(min_length=16, max_length=256)]],
+        list[ApiKey],
         Meta(min_length=1, description="bearer tokens of this tenant, 16 characters or more"),
     ]
     salt: Annotated[
@@ -280,16 +289,6 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         """`cluster.state_dir` as a path."""
         return Path(self.cluster.state_dir)
 
-    def tenant_of_key(self, api_key: str) -> TenantConfig | None:
-        """The tenant whose key that is, compared in constant time; None if nobody's."""
-        found = None
-        given = api_key.encode()
-        for tenant in self.tenants:
-            for key in tenant.api_keys:
-                if hmac.compare_digest(key.encode(), given):
-                    found = tenant
-        return found
-
 
 def parse_bytes(text: str) -> int:
     """The number of bytes that `"512 MiB"`, `"1.5 GiB"` or `"4096 B"` says; binary units only.
@@ -386,7 +385,7 @@ def _node_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
         if node.id in first:
             yield f"{at}.id", f"expected a unique id, {node.id!r} is also $.node[{first[node.id]}].id"
         first[node.id] = index
-        problem = _host_problem(node.host, config.cluster.allow_remote)
+        problem = _host_problem(node, config)
         if problem:
             yield f"{at}.host", problem
         if not node.role.holds_kv:
@@ -401,7 +400,8 @@ def _node_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
             yield f"{at}.data_port", f"expected a port: transport.backend is {config.transport.backend!r}"
 
 
-def _host_problem(host: str, allow_remote: bool) -> str:
+def _host_problem(node: NodeConfig, config: ClusterConfig) -> str:
+    host = node.host
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -410,8 +410,12 @@ def _host_problem(host: str, allow_remote: bool) -> str:
         return f"expected one explicit address, {host!r} means every interface"
     if address.is_multicast:
         return f"expected the address of one host, {host!r} is a multicast group"
-    if not address.is_loopback and not allow_remote:
+    if address.is_loopback:
+        return ""
+    if not config.cluster.allow_remote:
         return f"expected a loopback address, got {host!r}; set cluster.allow_remote = true to leave this machine"
+    if node.role is Role.GATEWAY and not config.tenants:
+        return f"expected a [[tenant]] with API keys, since a gateway on {host!r} serves the network"
     return ""
 
 
@@ -427,7 +431,7 @@ def _port_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
 
 def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     ids = [tenant.id for tenant in config.tenants]
-    keys: dict[str, str] = {}
+    keys = {key: f"$.cluster.operator_keys[{number}]" for number, key in enumerate(config.cluster.operator_keys)}
     for index, tenant in enumerate(config.tenants):
         at = f"$.tenant[{index}]"
         if ids.index(tenant.id) != index:

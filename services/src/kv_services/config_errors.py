@@ -14,7 +14,7 @@ from msgspec import inspect as mi
 from kv_core.errors import KVError
 
 _AT: Final = re.compile(r"^(?P<text>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
-_SECRET: Final = re.compile(r"\.(api_keys|salt)\b")
+_SECRET: Final = re.compile(r"\.(api_keys|operator_keys|salt)\b")
 _STEP: Final = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 
 
