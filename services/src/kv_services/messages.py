@@ -1,7 +1,8 @@
 """What the roles say to each other on the bus: the one schema file that every role shares.
 
-Every message is a tagged, frozen struct; what does not fit is refused by the wire and counted. Times on the wire are
-durations, never clock readings of another machine. New fields need defaults and go last: older peers skip them.
+What does not fit its schema is refused by the wire and counted. Times on the wire are
+durations, never clock readings of another machine. New fields go last and have defaults: older peers
+skip them.
 """
 
 from typing import Annotated
@@ -12,6 +13,7 @@ from msgspec import Meta
 from kv_core import limits
 from kv_core.dtypes import parse_dtype
 from kv_core.namespace import Fidelity, Namespace
+from kv_core.wire import Message
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_INT64)]
@@ -99,7 +101,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     tokens_per_second: float = 0.0
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Published by every process at a steady pace: alive, in this role, with this load."""
 
     node_id: Name
@@ -108,19 +110,19 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     load: Load
 
 
-class IntroduceAgent(msgspec.Struct, frozen=True, tag="introduce_agent"):
+class IntroduceAgent(Message, frozen=True, tag="introduce_agent"):
     """Here is how to reach my arena; the reply is the peer's own. Travels on the authenticated bus only."""
 
     metadata: bytes
 
 
-class AgentIntroduced(msgspec.Struct, frozen=True, tag="agent_introduced"):
+class AgentIntroduced(Message, frozen=True, tag="agent_introduced"):
     """The reply to `IntroduceAgent`."""
 
     metadata: bytes
 
 
-class ReserveDecode(msgspec.Struct, frozen=True, tag="reserve_decode"):
+class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
     """Gateway to decode node: hold slots for these tokens and decode when their KV is there.
 
     `tokens` are the prompt and the `num_confirmed` tokens the client already has. With `compute_locally` no prefill
@@ -138,7 +140,7 @@ class ReserveDecode(msgspec.Struct, frozen=True, tag="reserve_decode"):
     after: bytes = b""
 
 
-class DecodeReserved(msgspec.Struct, frozen=True, tag="decode_reserved"):
+class DecodeReserved(Message, frozen=True, tag="decode_reserved"):
     """The slots are held. `grant` is None when the node needs no hand-over; else it covers the blocks from
     `first_block` on, as far as the prompt reaches without its last token."""
 
@@ -149,7 +151,7 @@ class DecodeReserved(msgspec.Struct, frozen=True, tag="decode_reserved"):
     grant: bytes | None
 
 
-class RunPrefill(msgspec.Struct, frozen=True, tag="run_prefill"):
+class RunPrefill(Message, frozen=True, tag="run_prefill"):
     """Gateway to prefill node: make the KV of all of `tokens` exist and hand it over under `grant`."""
 
     request_id: Name
@@ -163,7 +165,7 @@ class RunPrefill(msgspec.Struct, frozen=True, tag="run_prefill"):
     after: bytes = b""
 
 
-class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
+class PrefillDone(Message, frozen=True, tag="prefill_done"):
     """Every byte was verified at the decode node. Token counts say where the prompt's KV came from."""
 
     request_id: Name
@@ -181,24 +183,24 @@ class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
     compute_ns: Count
 
 
-class HandoverDone(msgspec.Struct, frozen=True, tag="handover_done"):
+class HandoverDone(Message, frozen=True, tag="handover_done"):
     """Prefill to decode node: all was sent; the entry's XXH3 over the block CRCs in order must come out as this."""
 
     request_id: Name
     epoch: Epoch
     num_tokens: Count
-    checksum: Annotated[int, Meta(ge=0, le=limits.MAX_UINT64)]
+    checksum: Annotated[bytes, Meta(min_length=8, max_length=8)]
     after: bytes = b""
 
 
-class HandoverAccepted(msgspec.Struct, frozen=True, tag="handover_accepted"):
+class HandoverAccepted(Message, frozen=True, tag="handover_accepted"):
     """The reply to `HandoverDone`."""
 
     request_id: Name
     epoch: Epoch
 
 
-class TokenBatch(msgspec.Struct, frozen=True, tag="token_batch"):
+class TokenBatch(Message, frozen=True, tag="token_batch"):
     """Decode node to gateway: tokens `first_index ..` of the answer; `finish` (stop or length) on the last batch."""
 
     request_id: Name
@@ -208,17 +210,17 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="token_batch"):
     finish: Name | None = None
 
 
-class DecodeGaveUp(msgspec.Struct, frozen=True, tag="decode_gave_up"):
+class DecodeGaveUp(Message, frozen=True, tag="decode_gave_up"):
     """Decode node to gateway: this epoch of the request ends here with an error."""
 
     request_id: Name
     epoch: Epoch
     error_code: int
-    error_fields: dict[str, msgspec.Raw | str | int | float | bool | bytes | None]
+    error_fields: dict[str, str | int | float | bool | None]
     may_retry: bool
 
 
-class EndRequest(msgspec.Struct, frozen=True, tag="end_request"):
+class EndRequest(Message, frozen=True, tag="end_request"):
     """Gateway to a node: this epoch is over; release what it held. Known or not, the epoch is fenced afterwards."""
 
     request_id: Name
@@ -226,11 +228,11 @@ class EndRequest(msgspec.Struct, frozen=True, tag="end_request"):
     cause: Name
 
 
-class Ack(msgspec.Struct, frozen=True, tag="ack"):
+class Ack(Message, frozen=True, tag="ack"):
     """Heard; nothing more to say."""
 
 
-class LeasePrefix(msgspec.Struct, frozen=True, tag="lease_prefix"):
+class LeasePrefix(Message, frozen=True, tag="lease_prefix"):
     """Let me read the KV of this prefix. The holder compares `token_digest` with its own stored tokens."""
 
     namespace: NamespaceFields
@@ -241,7 +243,7 @@ class LeasePrefix(msgspec.Struct, frozen=True, tag="lease_prefix"):
     lease_ns: Count
 
 
-class PrefixLeased(msgspec.Struct, frozen=True, tag="prefix_leased"):
+class PrefixLeased(Message, frozen=True, tag="prefix_leased"):
     """The blocks stay where they are for `lease_ns`, or until `ReleaseLease`."""
 
     lease_id: Count
@@ -249,7 +251,28 @@ class PrefixLeased(msgspec.Struct, frozen=True, tag="prefix_leased"):
     lease_ns: Count
 
 
-class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
+class ReleaseLease(Message, frozen=True, tag="release_lease"):
     """The reader is done."""
 
     lease_id: Count
+
+
+ROLE_MESSAGES: tuple[type[Message], ...] = (
+    Heartbeat,
+    IntroduceAgent,
+    AgentIntroduced,
+    ReserveDecode,
+    DecodeReserved,
+    RunPrefill,
+    PrefillDone,
+    HandoverDone,
+    HandoverAccepted,
+    TokenBatch,
+    DecodeGaveUp,
+    EndRequest,
+    Ack,
+    LeasePrefix,
+    PrefixLeased,
+    ReleaseLease,
+)
+"""Everything above, for the registry of a process."""

@@ -124,6 +124,13 @@ DecodeEvent = (
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareSlots:
+    """Slots were handed out anew: make their older references void before anything is written."""
+
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenInbound:
     """Let the prefill node write `refs` (blocks `first_block ..` of the sequence) and tell the gateway so."""
 
@@ -242,7 +249,8 @@ class NotePreempted:
 
 
 DecodeEffect = (
-    OpenInbound
+    PrepareSlots
+    | OpenInbound
     | ReplyReserved
     | RefuseReserve
     | CloseInbound

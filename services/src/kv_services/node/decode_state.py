@@ -34,6 +34,7 @@ from kv_services.node.decode_events import (
     NotePreempted,
     OpenInbound,
     PeerDied,
+    PrepareSlots,
     RefuseReserve,
     RegisterLength,
     ReplyReserved,
@@ -228,6 +229,10 @@ class DecodeMachine:
         seq.table, seq.refs = opened.table, list(opened.refs)
         seq.stored, seq.committed = opened.num_matched, num_matched
         seq.parked, seq.layers_ready = None, 0
+        return [PrepareSlots(tuple(seq.refs[num_matched:])), *self._begin(seq, num_matched, resumed=resumed)]
+
+    def _begin(self, seq: DecodeSequence, num_matched: int, *, resumed: bool) -> list[DecodeEffect]:
+        """Get the KV that is missing, if any."""
         if seq.stored == len(seq.tokens) - 1:
             seq.state = SeqState.READY
             return [RegisterLength(seq.request_id, seq.epoch, seq.stored), *self._answer(seq)]
@@ -448,7 +453,9 @@ class DecodeMachine:
         effects: list[DecodeEffect] = []
         while seq.table is not None and len(seq.refs) * self._block_size < len(seq.tokens):
             try:
-                seq.refs += self._pool.append(seq.table)
+                fresh = self._pool.append(seq.table)
+                seq.refs += fresh
+                effects.append(PrepareSlots(fresh))
             except NoSpaceError:
                 victims = [s for s in self._sequences.values() if s.state is SeqState.READY and not s.busy]
                 effects += self._preempt(max(victims, key=lambda s: s.order))

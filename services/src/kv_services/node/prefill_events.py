@@ -104,6 +104,13 @@ class PullPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareBlocks:
+    """Slots were handed out anew: make their older references void before anything is written."""
+
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StartPull:
     """Fetch into `refs`; answer with `Pulled`."""
 
@@ -192,5 +199,13 @@ class ReplyFailed:
 
 
 PrefillEffect = (
-    StartPull | OpenHandover | StartPrefill | CancelCompute | FinishHandover | AbortHandover | ReplyDone | ReplyFailed
+    PrepareBlocks
+    | StartPull
+    | OpenHandover
+    | StartPrefill
+    | CancelCompute
+    | FinishHandover
+    | AbortHandover
+    | ReplyDone
+    | ReplyFailed
 )

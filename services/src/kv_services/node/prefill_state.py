@@ -47,6 +47,7 @@ from kv_services.node.prefill_events import (
     PrefillEvent,
     PrefillPeerDied,
     PrefillTimePassed,
+    PrepareBlocks,
     Pulled,
     PullPlan,
     ReplyDone,
@@ -254,14 +255,15 @@ class PrefillMachine:
             return []
         self._waiting.popleft()
         job.started_ns = job.asked_ns if now_ns is None else now_ns
+        prepare = PrepareBlocks(tuple(job.refs[job.committed :]))
         if job.plan is not None:
             self._turn, job.state, job.pulling = job, JobState.PULLING, True
             first, num = job.plan.first_block, job.plan.num_blocks
             refs = tuple(job.refs[first : first + num])
             last = job.hashes[first + num - 1]
             pull = StartPull(job.request_id, job.epoch, job.namespace, job.plan, job.tokens, last, refs)
-            return [pull]
-        return self._compute_or_send(job)
+            return [prepare, pull]
+        return [prepare, *self._compute_or_send(job)]
 
     def _open(self, job: PrefillJob) -> bool:
         """Open its table on what the pool has; False when there is no room."""

@@ -1,0 +1,153 @@
+"""The one thread of a node that computes: prefill, decode steps, sampling, and the sealing of what they wrote.
+
+The loop hands in work and gets a future; the thread never touches a machine. Work is done in the order given, so a
+node with both kinds of work alternates by whoever asks. A call that was started is never abandoned: its memory is in
+use until it returns.
+"""
+
+import threading
+from asyncio import Future, wrap_future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kv_core.block import BlockRef
+from kv_core.errors import KVError
+from kv_core.ids import NodeId, RequestId
+from kv_services.engine.interface import DecodeInput, LayerArrival, Model, PagedKV, Parked, StepFailed, Stepped
+from kv_services.engine.interface import SamplingParams as EngineSampling
+from kv_services.engine.sampling import sample
+from kv_services.messages import OutputToken, Sampling
+from kv_services.node.decode_events import StepItem, StepOutcome
+
+T = TypeVar("T")
+
+
+class SealedKV(PagedKV, Protocol):
+    """The arena, as far as the compute thread needs it: KV views and checksums per (layer, slot)."""
+
+    def seal(self, layer: int, slots: Iterable[int]) -> None: ...
+
+    def seal_block(self, slot: int) -> None: ...
+
+    def unseal(self, slot: int) -> None: ...
+
+
+class LayerSink(Protocol):
+    """Where a prefill's layers go as they are written; called in the compute thread."""
+
+    def layer_written(self, layer: int, first_block: int, end_block: int) -> None: ...
+
+
+class ComputeThread:
+    """Runs calls one after the other in a thread of its own. Idempotent `close` waits for the call under way."""
+
+    def __init__(self, node_id: NodeId) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{node_id}")
+
+    def run(self, call: Callable[[], T]) -> "Future[T]":
+        """Do `call` when those before it are done. Cancelling the future does not stop a call that was started."""
+        return wrap_future(self._executor.submit(call))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _PrefillHooks:
+    """Joins a prefill to its hand-over; everything it reads is there already."""
+
+    def __init__(self, sink: LayerSink, stop: threading.Event) -> None:
+        self.layer_written = sink.layer_written
+        self.cancelled = stop.is_set
+
+    def layer_needed(self, layer: int) -> None:
+        """The blocks before this prefill's first token were matched or fetched as a whole."""
+
+
+class SealingSink:
+    """Seals what is written, for blocks that no hand-over sends: others may read them later."""
+
+    def __init__(self, kv: SealedKV, slots: Sequence[int]) -> None:
+        self._kv = kv
+        self._slots = slots
+
+    def layer_written(self, layer: int, first_block: int, end_block: int) -> None:
+        self._kv.seal(layer, self._slots[first_block:end_block])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The beginning of one block, copied to another before it is appended to."""
+
+    src: BlockRef
+    dst: BlockRef
+    num_tokens: int
+
+
+def run_prefill(
+    model: Model,
+    kv: SealedKV,
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    slots: Sequence[int],
+    sink: LayerSink,
+    stop_event: threading.Event,
+    copy: BlockCopy | None = None,
+) -> None:
+    """Compute KV of `tokens[start:stop]`; `sink` hears of each layer's blocks in the compute thread.
+
+    Raises:
+        KVError: the engine's reasons, or the hand-over's.
+    """
+    if copy is not None:
+        for layer in range(kv.geometry.num_layers):
+            view = kv.kv(layer)
+            view[copy.dst.slot, :, :, : copy.num_tokens] = view[copy.src.slot, :, :, : copy.num_tokens]
+    part = np.asarray(tokens[start:stop], dtype=np.uint32)
+    model.prefill(kv, part, start, slots, _PrefillHooks(sink, stop_event))
+
+
+def run_step(
+    model: Model,
+    kv: SealedKV,
+    items: Sequence[StepItem],
+    arrivals: dict[RequestId, LayerArrival],
+) -> tuple[StepOutcome, ...]:
+    """One decode step over `items`, sampling included; a sequence that fails fails alone."""
+    block_size = kv.geometry.block_size
+    for item in items:
+        if not item.arriving and item.parked is None:
+            kv.unseal(item.slots[item.position // block_size])
+    batch = [
+        DecodeInput(
+            token=item.token,
+            position=item.position,
+            block_table=item.slots,
+            arrival=arrivals.get(item.request_id) if item.arriving or item.parked else None,
+            parked=item.parked,
+        )
+        for item in items
+    ]
+    outcomes: list[StepOutcome] = []
+    for item, output in zip(items, model.decode(kv, batch), strict=True):
+        result: OutputToken | Parked | KVError
+        if isinstance(output, Stepped):
+            if (item.position + 1) % block_size == 0:
+                kv.seal_block(item.slots[item.position // block_size])
+            result = _sample(output.logits, item.sampling, item.position + 1)
+        else:
+            result = output.error if isinstance(output, StepFailed) else output
+        outcomes.append(StepOutcome(item.request_id, item.epoch, result))
+    return tuple(outcomes)
+
+
+def _sample(
+    logits: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", sampling: Sampling, position: int
+) -> OutputToken:
+    params = EngineSampling(sampling.temperature, sampling.top_p, sampling.seed, sampling.top_logprobs)
+    chosen = sample(logits, params, position)
+    return OutputToken(chosen.token, chosen.logprob, tuple(chosen.top_logprobs.items()))
