@@ -144,7 +144,7 @@ class SlowReaderError(GatewayError):
     """The client did not read what was sent to it for too long, so its request was ended."""
 
     code = 7218
-    template = "the client read nothing for {timeout_s} s"
+    template = "the client does not read its answer: {detail}"
 
 
 class StreamProtocolError(GatewayError):

@@ -1,0 +1,141 @@
+"""Decides who asks, and under which salt that tenant's KV is named.
+
+N1: without keys everybody is the tenant `default`, and the front serves loopback only (`OpenGatewayError` otherwise).
+N2: a key is compared in constant time with every known one; neither its text nor its length shows in timing or logs.
+N3: a client names no tenant and no namespace: what it may add (`cache_salt`) is hashed below its tenant, so that two
+    tenants have equal salts for no input of theirs.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kv_core.ids import TenantId
+from kv_services.gateway.errors import AuthenticationError, OpenGatewayError, PermissionDeniedError
+
+OPEN_TENANT: Final = TenantId("default")
+"""Whoever asks a gateway without keys."""
+
+_BEARER: Final = "bearer"
+
+
+class TenantSettings(Protocol):
+    """A tenant as the cluster file gives it."""
+
+    @property
+    def tenant_id(self) -> TenantId: ...
+    @property
+    def api_keys(self) -> Sequence[str]: ...
+    @property
+    def salt(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a request: a tenant, with its configured salt."""
+
+    tenant: TenantId
+    salt: str = field(default="", repr=False)
+
+
+class ApiKeys:
+    """The keys of a cluster.
+
+    Args:
+        tenants: who may ask for completions; none: everybody on this machine.
+        operator_keys: who may read /metrics and /status once there are tenants, since those tell of all of them.
+    """
+
+    def __init__(self, tenants: Iterable[TenantSettings] = (), operator_keys: Iterable[str] = ()) -> None:
+        self._callers = [
+            (_digest(key), Caller(tenant.tenant_id, tenant.salt)) for tenant in tenants for key in tenant.api_keys
+        ]
+        self._operators = [_digest(key) for key in operator_keys]
+
+    @property
+    def open(self) -> bool:
+        """Whether no key is asked for."""
+        return not self._callers
+
+    def check_bind(self, host: str) -> None:
+        """Refuse to serve the network without keys.
+
+        Raises:
+            OpenGatewayError: no key is configured and `host` is not a loopback address.
+        """
+        if self.open and not is_loopback(host):
+            raise OpenGatewayError(host=host)
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Whose key that `Authorization` header carries.
+
+        Raises:
+            AuthenticationError: none, another scheme, or nobody's key.
+        """
+        if self.open:
+            return Caller(OPEN_TENANT)
+        given = _digest(_bearer(authorization))
+        found = None
+        for digest, caller in self._callers:
+            if hmac.compare_digest(digest, given):
+                found = caller
+        if found is None:
+            raise AuthenticationError(detail="incorrect API key")
+        return found
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Let operators pass.
+
+        Raises:
+            AuthenticationError: no key, or nobody's.
+            PermissionDeniedError: a tenant's key, or no operator key is configured.
+        """
+        if self.open:
+            return
+        given = _digest(_bearer(authorization))
+        known = False
+        for digest in self._operators:
+            known |= hmac.compare_digest(digest, given)
+        if not known:
+            self.caller(authorization)
+            raise PermissionDeniedError(detail="this path needs an operator's key")
+
+
+def fold_salt(caller: Caller, cache_salt: str | None = None) -> str:
+    """The namespace salt of a request (N3): 32 hexadecimal digits, BLAKE2b over the length-prefixed parts."""
+    digest = hashlib.blake2b(digest_size=16, person=b"kv-tenant-salt")
+    for part in (caller.tenant, caller.salt, cache_salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            raw = part.encode()
+            digest.update(b"\x01" + len(raw).to_bytes(8, "big") + raw)
+    return digest.hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that host name or address can only be this machine."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _bearer(authorization: str | None) -> str:
+    if not authorization:
+        raise AuthenticationError(detail="an API key is needed: send 'Authorization: Bearer KEY'")
+    scheme, _, key = authorization.partition(" ")
+    key = key.strip()
+    if scheme.lower() != _BEARER or not key:
+        raise AuthenticationError(detail="the Authorization header must be 'Bearer KEY'")
+    return key
+
+
+def _digest(key: str) -> bytes:
+    # surrogateescape: a header may hold any byte, and none of them may raise.
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
