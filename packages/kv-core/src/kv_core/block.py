@@ -9,11 +9,16 @@ has one plane). B1: `block_nbytes == num_layers * slot_layer_nbytes`. B2: ranges
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated, Final
+
+import msgspec
 
 from kv_core import limits
 from kv_core.dtypes import DType
 from kv_core.errors import KVError
 from kv_core.ids import Generation, RegionId
+
+_UINT63: Final = msgspec.Meta(ge=0, le=limits.MAX_INT64)
 
 
 class InvalidBlockError(KVError):
@@ -92,18 +97,15 @@ class BlockGeometry:
                 return (layer * num_slots + slot) * self.slot_layer_nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRef:
-    """One use of one slot. A reader whose generation is no longer the slot's holds a reference to nothing."""
+class BlockRef(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """One use of one slot. A reader whose generation is no longer the slot's holds a reference to nothing.
 
-    region: RegionId
-    slot: int
-    generation: Generation
+    May be a field of a message; the bounds are checked when it is decoded, not when it is made.
+    """
 
-    def __post_init__(self) -> None:
-        _require("region", self.region, 0, limits.MAX_UINT64)
-        _require("slot", self.slot, 0, limits.MAX_UINT64)
-        _require("generation", self.generation, 0, limits.MAX_UINT64)
+    region: Annotated[RegionId, _UINT63]
+    slot: Annotated[int, _UINT63]
+    generation: Annotated[Generation, _UINT63]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,16 @@ class RegionOffset:
     offset: int
 
     def __post_init__(self) -> None:
-        _require("region", self.region, 0, limits.MAX_UINT64)
-        _require("offset", self.offset, 0, limits.MAX_UINT64)
+        _require("region", self.region, 0, limits.MAX_INT64)
+        _require("offset", self.offset, 0, limits.MAX_INT64)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlock:
-    """KV of the layers `[layer_start, layer_end)` for the tokens `[token_start, token_end)`, and where it lies."""
+    """KV of the layers `[layer_start, layer_end)` for the tokens `[token_start, token_end)`, and where it lies.
+
+    `size_bytes` is what it occupies there: a last block that is not full yet occupies all of its slot.
+    """
 
     layer_start: int
     layer_end: int
@@ -142,13 +147,7 @@ class KVCacheBlock:
     def __post_init__(self) -> None:
         _require_range("layers", self.layer_start, self.layer_end, limits.MAX_LAYERS)
         _require_range("tokens", self.token_start, self.token_end, limits.MAX_TOKENS_PER_REQUEST)
-        _require("size_bytes", self.size_bytes, 1, limits.MAX_INT64)
-        if self.size_bytes % (self.num_layers * self.num_tokens):
-            raise InvalidBlockError(
-                what="size_bytes",
-                value=self.size_bytes,
-                reason=f"{self.num_layers} layers of {self.num_tokens} tokens do not divide it",
-            )
+        _require("size_bytes", self.size_bytes, self.num_layers * self.num_tokens, limits.MAX_INT64)
 
     @property
     def num_layers(self) -> int:

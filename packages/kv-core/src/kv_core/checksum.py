@@ -1,14 +1,17 @@
 """The four checksums of the product, over any contiguous buffer.
 
 CRC-64/NVME guards KV bytes and headers, CRC-32C is the second hash of a block, XXH3 (64 and 128 bits) is the first.
-All are hardware-speed C with a stable definition; digests are in canonical big-endian form. None of them resists an
-adversary: that is what the comparison of tokens and BLAKE2b (`hashing.token_digest`) are for.
+All have a stable definition and run at hardware speed: CRC-64 by awscrt, which gives the GIL back (57 GB/s a core),
+CRC-32C by fastcrc, whose calls are the cheapest (the chain makes one call for each block), XXH3 by xxhash. Digests are
+in canonical big-endian form. None of them resists an adversary: that is what the comparison of tokens and BLAKE2b
+(`hashing.token_digest`) are for.
 """
 
 from typing import TYPE_CHECKING
 
 import xxhash
 from awscrt import checksums as _crt
+from fastcrc.crc32 import iscsi as _iscsi
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer as Buffer
@@ -24,7 +27,7 @@ def crc64(data: Buffer, previous: int = 0) -> int:
 
 def crc32c(data: Buffer, previous: int = 0) -> int:
     """CRC-32C (Castagnoli) of `data`; `previous` continues a running value. `crc32c(b"123456789") == 0xE3069283`."""
-    return int(_crt.crc32c(memoryview(data), previous))
+    return _iscsi(memoryview(data), previous)
 
 
 def xxh3_64(data: Buffer) -> int:

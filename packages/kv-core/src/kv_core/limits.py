@@ -59,5 +59,20 @@ MAX_HEADS: Final = 1 << 16
 MAX_HEAD_DIM: Final = 1 << 16
 """Model dimensions: an order of magnitude above any published model, and each fits a header field."""
 
+MAX_ERROR_FIELDS: Final = 32
+MAX_ERROR_LIST: Final = 64
+MAX_ERROR_TEXT: Final = 1024
+MAX_ERROR_NBYTES: Final = 32 * KIB
+"""An error on the wire: its fields, elements of a list, characters of a text, and all together (about). Enough to act
+on; an error is not a channel for data."""
+
+MAX_CONFIG_FILE_BYTES: Final = 1 * MIB
+"""A model's config.json; real ones have a few KiB."""
+
+MAX_SHARD_UNITS: Final = 1 << 20
+"""Layers or blocks that one sharding plan places."""
+
 MAX_UINT64: Final = (1 << 64) - 1
+MAX_UINT32: Final = (1 << 32) - 1
 MAX_INT64: Final = (1 << 63) - 1
+MIN_INT64: Final = -(1 << 63)
