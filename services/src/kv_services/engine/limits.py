@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from kv_core.limits import MAX_STRING_BYTES
+
 BATCH_SEQUENCES_MAX: Final = 256
 """Sequences in one decode step: more would make the step longer than a client waits for a token."""
 
@@ -14,8 +16,8 @@ ATTENTION_SCORES_MAX: Final = 1 << 24
 STOP_TOKENS_MAX: Final = 16
 """End tokens of a model; real ones have one to four."""
 
-TEXT_BYTES_MAX: Final = 4 << 20
-"""UTF-8 bytes of one text to tokenise: 8 bytes a token at the longest context we serve, with room."""
+TEXT_BYTES_MAX: Final = MAX_STRING_BYTES
+"""UTF-8 bytes of one text, or of all messages of a chat, to tokenise: what the bus would carry."""
 
 CHAT_MESSAGES_MAX: Final = 1024
 """Messages of one chat."""
@@ -31,3 +33,9 @@ GGUF_TENSORS_MAX: Final = 16_384
 
 CACHE_LOCK_TIMEOUT_NS: Final = 600 * 10**9
 """How long a process waits for another that unpacks the same weights: a large model from a slow disk."""
+
+SINGLE_ROWS_MAX: Final = 4
+"""Rows up to which a matrix is applied row by row; see `llama_math.linear`."""
+
+ATTENTION_TILE_ROWS: Final = 128
+"""Query rows of one score matrix: long enough for a fast product, short enough to skip the keys that come later."""
