@@ -15,7 +15,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kv_services.config import BusSection, ClusterConfig, NodeConfig
+from kv_bus.keys import key_path, load_key_pair, read_allow_list
+from kv_core.ids import NodeId
+from kv_services.config import BusSection, ClusterConfig, ClusterSection, NodeConfig, load_config
+from kv_services.config_errors import ConfigError
 from kv_services.launch import (
     LocalCluster,
     ManagedProcess,
@@ -25,6 +28,7 @@ from kv_services.launch import (
     ProcessState,
 )
 from kv_services.launch.cluster import sweep_abandoned
+from kv_services.launch.keys import write_keys
 from kv_services.launch.local_config import local_config
 from kv_services.launch.readiness import wait_ready
 
@@ -270,3 +274,30 @@ def test_the_first_ctrl_c_cleans_up_and_the_second_hurries() -> None:
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "cleaned\n"
         assert process.wait(10) == 130
+
+
+async def test_with_curve_every_process_finds_its_key_and_the_list_of_all(config: ClusterConfig) -> None:
+    secure = msgspec.structs.replace(config, bus=BusSection())
+    async with LocalCluster(secure, command=dummies()) as cluster:
+        loaded = load_config(cluster.config_file)
+        allowed = read_allow_list(loaded.allow_list_path)
+        assert allowed.cluster == secure.cluster.name
+        for node in secure.nodes:
+            assert allowed.keys[node.node_id] == load_key_pair(loaded.keys_path, node.node_id).public_key
+
+
+def test_keys_are_kept_added_and_revoked_with_the_file(config: ClusterConfig, tmp_path: Path) -> None:
+    here = msgspec.structs.replace(config, cluster=ClusterSection(name="k", state_dir=str(tmp_path / "state")))
+    first = write_keys(here, ["gateway", "monitor"])
+    assert sorted(first.keys) == ["gateway", "monitor"]
+    second = write_keys(here)
+    assert sorted(second.keys) == sorted(node.id for node in config.nodes)
+    assert first.keys.items() <= second.keys.items()
+    # A node on another machine: its secret is not here, its public key stays listed.
+    key_path(here.keys_path, NodeId("decode-1")).unlink()
+    third = write_keys(here, ["gateway"])
+    assert third.keys == second.keys
+    without = msgspec.structs.replace(here, nodes=[node for node in here.nodes if node.id != "decode-1"])
+    assert "decode-1" not in write_keys(without).keys
+    with pytest.raises(ConfigError, match="no node has the id 'nobody'"):
+        write_keys(here, ["nobody"])

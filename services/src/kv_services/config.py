@@ -289,6 +289,16 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         """`cluster.state_dir` as a path."""
         return Path(self.cluster.state_dir)
 
+    @property
+    def keys_path(self) -> Path:
+        """Folder of the nodes' CURVE key pairs."""
+        return self.state_path / "keys"
+
+    @property
+    def allow_list_path(self) -> Path:
+        """The list of the keys that this cluster admits."""
+        return self.keys_path / "allowed.toml"
+
 
 def parse_bytes(text: str) -> int:
     """The number of bytes that `"512 MiB"`, `"1.5 GiB"` or `"4096 B"` says; binary units only.

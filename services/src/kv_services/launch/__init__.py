@@ -3,16 +3,19 @@
     async with LocalCluster(local_config(ports)) as cluster:
         await cluster.kill("decode-1")
 
-`processes` runs one process, `ports` finds and holds ports, `readiness` waits, `leftovers` looks for what stayed
-behind, `cluster` puts them together, `signals` turns Ctrl-C into an ordered stop.
+`processes` runs one process, `group` the processes of one file, `cluster` a whole cluster in a folder of its own.
+`ports` finds and holds ports, `keys` makes keys, `readiness` waits, `leftovers` looks for what stayed behind,
+`signals` turns Ctrl-C into an ordered stop.
 """
 
-from kv_services.launch.cluster import START_TIMEOUT_S, STOP_ORDER, LocalCluster
+from kv_services.launch.cluster import LocalCluster
 from kv_services.launch.errors import LaunchError, NoFreePortError, ProcessExitedError, ProcessNotReadyError
+from kv_services.launch.group import START_TIMEOUT_S, STOP_ORDER, ProcessGroup
+from kv_services.launch.keys import write_keys
 from kv_services.launch.local_config import local_config
 from kv_services.launch.ports import PortReservation
 from kv_services.launch.processes import ManagedProcess, ProcessState
-from kv_services.launch.signals import run_until_signal
+from kv_services.launch.signals import finish, run_until_signal
 
 __all__ = [
     "START_TIMEOUT_S",
@@ -23,8 +26,11 @@ __all__ = [
     "NoFreePortError",
     "PortReservation",
     "ProcessExitedError",
+    "ProcessGroup",
     "ProcessNotReadyError",
     "ProcessState",
+    "finish",
     "local_config",
     "run_until_signal",
+    "write_keys",
 ]

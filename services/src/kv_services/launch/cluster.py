@@ -2,8 +2,7 @@
 
 Start: a private folder is made and locked, the cluster file and the keys are written into it, all processes are
 started at once, and each is awaited until its `/healthz` answers. Stop, also when any of that failed or was
-cancelled: gateways first, so that nothing new comes in, then prefill, decode and store nodes, the monitor last; each
-group by SIGTERM, then SIGKILL. Then the folder goes, and what stayed behind is looked for and listed.
+cancelled: the processes in their order, then the folder goes, and what stayed behind is looked for and listed.
 
 Invariants: no process outlives the context; a cancelled clean-up is finished all the same, only faster; a folder of a
 launcher that was killed is removed by the next one, known by its lock.
@@ -14,39 +13,32 @@ import contextlib
 import fcntl
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import msgspec
 
-from kv_services.config import ClusterConfig, NodeConfig, Role, check_config, dump_config
+from kv_services.config import ClusterConfig, check_config, dump_config
 from kv_services.launch.errors import NotRunningError
+from kv_services.launch.group import (
+    START_TIMEOUT_S,
+    STOP_GRACE_S,
+    Command,
+    ProcessGroup,
+    Watcher,
+    service_command,
+)
 from kv_services.launch.keys import write_keys
-from kv_services.launch.leftovers import MARK, Footprint
-from kv_services.launch.processes import ManagedProcess, ProcessState
-from kv_services.launch.readiness import wait_ready
-
-STOP_ORDER: Final = (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.STORE, Role.MONITOR)
-START_TIMEOUT_S: Final = 120.0
-STOP_GRACE_S: Final = 8.0
+from kv_services.launch.leftovers import Footprint
+from kv_services.launch.processes import ProcessState
+from kv_services.launch.signals import finish
 
 _PREFIX: Final = "kv-fabric-"
 _LOCK: Final = "lock"
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 64 << 10
-
-Command = Callable[[Path, NodeConfig], Sequence[str]]
-Watcher = Callable[[str, ProcessState], None]
-
-
-def service_command(config_file: Path, node: NodeConfig) -> list[str]:
-    """The command line of a process of that role, from the environment that runs us."""
-    program = {Role.GATEWAY: "kv-gateway", Role.MONITOR: "kv-monitor"}.get(node.role, "kv-node")
-    return [str(Path(sys.executable).parent / program), "--config", str(config_file), "--node", node.id]
 
 
 class LocalCluster:
@@ -80,12 +72,11 @@ class LocalCluster:
         self.leftovers: list[str] = []
         self._keep = keep
         self._command = command
-        self._on_change = on_change or (lambda node, state: None)
+        self._on_change = on_change
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._hurry = hurry or asyncio.Event()
-        self._processes: dict[str, ManagedProcess] = {}
-        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._group: ProcessGroup | None = None
         self._folder: Path | None = None
         self._lock: int | None = None
         self._footprint = Footprint("")
@@ -108,11 +99,11 @@ class LocalCluster:
 
     def pid(self, node_id: str) -> int:
         """Process id of a node's present life."""
-        return self._process(node_id).pid
+        return self._processes.process(node_id).pid
 
     def state(self, node_id: str) -> ProcessState:
         """Where a node's present life stands."""
-        return self._process(node_id).state
+        return self._processes.process(node_id).state
 
     def logs(self, node_id: str, lines: int | None = None) -> str:
         """What a node wrote in all its lives; of that at most the last 64 KiB when `lines` are asked for."""
@@ -127,14 +118,12 @@ class LocalCluster:
     async def kill(self, node_id: str) -> None:
         """SIGKILL; returns when the process is gone."""
         self._footprint.observe()
-        await self._process(node_id).kill()
+        await self._processes.kill(node_id)
 
     async def stop(self, node_id: str) -> int:
         """Ask it to stop, kill it if it does not; returns its exit status."""
         self._footprint.observe()
-        process = self._process(node_id)
-        self._on_change(node_id, ProcessState.STOPPING)
-        return await process.stop(self._stop_grace_s, self._hurry)
+        return await self._processes.stop(node_id)
 
     async def restart(self, node_id: str) -> None:
         """Start a stopped node again (a running one is stopped first) and wait until it is ready.
@@ -142,10 +131,8 @@ class LocalCluster:
         Raises:
             ProcessExitedError, ProcessNotReadyError: it did not come up.
         """
-        if self._process(node_id).status is None:
-            await self.stop(node_id)
-        self._spawn(self.config.node(node_id))
-        await self.wait_ready(node_id)
+        await self.stop(node_id)
+        await self._processes.start([node_id])
 
     async def wait_ready(self, node_id: str) -> None:
         """Wait until a node's `/healthz` answers 200.
@@ -153,35 +140,21 @@ class LocalCluster:
         Raises:
             ProcessExitedError, ProcessNotReadyError: it does not.
         """
-        await wait_ready(
-            self._process(node_id),
-            self.url(node_id),
-            self._start_timeout_s,
-            lambda: self.logs(node_id, _TAIL_LINES),
-        )
-        self._on_change(node_id, ProcessState.READY)
+        await self._processes.wait_ready(node_id)
 
     async def __aenter__(self) -> Self:
         try:
             self._prepare()
-            for node in self.config.nodes:
-                self._spawn(node)
-            async with asyncio.TaskGroup() as group:
-                for node in self.config.nodes:
-                    group.create_task(self.wait_ready(node.id))
-        except BaseExceptionGroup as errors:
-            await self._finish(self._close())
-            # One process that does not start makes others fail too; the first says why.
-            raise errors.exceptions[0] from None
+            await self._processes.start(node.id for node in self.config.nodes)
         except BaseException:
-            await self._finish(self._close())
+            await finish(self._close(), self._hurry)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._finish(self._close())
+        await finish(self._close(), self._hurry)
 
     def _prepare(self) -> None:
         sweep_abandoned()
@@ -198,34 +171,24 @@ class LocalCluster:
         self._footprint = Footprint(str(self._folder))
         self.config_file.touch(mode=0o600)  # it may hold API keys
         self.config_file.write_text(dump_config(self.config), encoding="utf-8")
-        write_keys(self.config)
-
-    def _spawn(self, node: NodeConfig) -> None:
-        log = os.open(self._log_path(node.id), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            process = ManagedProcess(
-                node.id,
-                self._command(self.config_file, node),
-                output=log,
-                threads=node.compute_threads,
-                extra_env={MARK: str(self.folder)},
-            )
-        finally:
-            os.close(log)
-        self._processes[node.id] = process
-        self._on_change(node.id, ProcessState.STARTING)
-        self._watchers[f"{node.id}/{process.pid}"] = asyncio.create_task(self._watch(process))
-
-    async def _watch(self, process: ManagedProcess) -> None:
-        await process.wait()
-        self._on_change(process.name, ProcessState.EXITED)
+        if self.config.bus.curve:
+            write_keys(self.config)
+        self._group = ProcessGroup(
+            self.config,
+            self.config_file,
+            open_output=self._open_log,
+            tail=lambda node_id: self.logs(node_id, _TAIL_LINES),
+            command=self._command,
+            on_change=self._on_change,
+            start_timeout_s=self._start_timeout_s,
+            stop_grace_s=self._stop_grace_s,
+            hurry=self._hurry,
+        )
 
     async def _close(self) -> None:
-        self._footprint.observe()
-        for role in STOP_ORDER:
-            group = [n.id for n in self.config.by_role(role) if n.id in self._processes]
-            await asyncio.gather(*(self.stop(node_id) for node_id in group))
-        await asyncio.gather(*self._watchers.values())
+        if self._group is not None:
+            self._footprint.observe()
+            await self._group.stop_all()
         if self._folder is not None:
             if self._keep:
                 (self._folder / _LOCK).unlink(missing_ok=True)
@@ -238,25 +201,14 @@ class LocalCluster:
         self.leftovers = self._footprint.remaining()
         self._footprint.kill_survivors()
 
-    async def _finish(self, cleaning: Coroutine[Any, Any, None]) -> None:
-        """Run it to its end whatever cancels us; then be cancelled, if we were."""
-        task = asyncio.create_task(cleaning)
-        cancelled = False
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                cancelled = True
-                self._hurry.set()
-        task.result()
-        if cancelled:
-            raise asyncio.CancelledError
+    @property
+    def _processes(self) -> ProcessGroup:
+        if self._group is None:
+            raise NotRunningError(node="the cluster")
+        return self._group
 
-    def _process(self, node_id: str) -> ManagedProcess:
-        process = self._processes.get(self.config.node(node_id).id)
-        if process is None:
-            raise NotRunningError(node=node_id)
-        return process
+    def _open_log(self, node_id: str) -> int:
+        return os.open(self._log_path(node_id), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _log_path(self, node_id: str) -> Path:
         return self.folder / "logs" / f"{node_id}.log"

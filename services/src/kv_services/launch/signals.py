@@ -5,8 +5,8 @@ The handlers stay until everything is stopped, so no signal can interrupt the cl
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,3 +42,18 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
 
     with asyncio.Runner() as runner:
         return runner.run(guarded())
+
+
+async def finish(cleaning: Coroutine[Any, Any, None], hurry: asyncio.Event) -> None:
+    """Run `cleaning` to its end; being cancelled meanwhile only sets `hurry`, and is passed on afterwards."""
+    task = asyncio.create_task(cleaning)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+            hurry.set()
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
