@@ -25,6 +25,11 @@ def crc64(data: Buffer, previous: int = 0) -> int:
     return int(_crt.crc64nvme(memoryview(data), previous))
 
 
+def crc64_combine(first: int, second: int, second_nbytes: int) -> int:
+    """The CRC-64 of two pieces one after the other, from theirs: `crc64(a + b)` without the bytes."""
+    return int(_crt.combine_crc64nvme(first, second, second_nbytes))
+
+
 def crc32c(data: Buffer, previous: int = 0) -> int:
     """CRC-32C (Castagnoli) of `data`; `previous` continues a running value. `crc32c(b"123456789") == 0xE3069283`."""
     return _iscsi(memoryview(data), previous)

@@ -22,13 +22,16 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 import msgspec
 import xxhash
+from fastcrc.crc32 import iscsi
 
 from kv_core import limits
-from kv_core.checksum import Buffer, crc32c
+from kv_core.checksum import Buffer
 from kv_core.errors import KVError
 from kv_core.namespace import Namespace
 
@@ -37,6 +40,8 @@ Tokens = Buffer | Sequence[int]
 
 TOKEN_BYTES: Final = 4
 TOKEN_DIGEST_BYTES: Final = 32
+
+_BLOCKS_A_SPLIT: Final = 64
 
 
 class InvalidTokensError(KVError):
@@ -109,19 +114,26 @@ def extend_columns(
     raw = token_bytes(tokens)
     if start + len(raw) // TOKEN_BYTES > limits.MAX_TOKENS_PER_REQUEST:
         raise InvalidTokensError(reason=f"more than {limits.MAX_TOKENS_PER_REQUEST} tokens")
-    block_nbytes = block_size * TOKEN_BYTES
-    num_blocks = len(raw) // block_nbytes
-    suffixes = _suffixes(extras, start, num_blocks, block_size)
+    pieces = _pieces(raw, block_size * TOKEN_BYTES)
+    for i, suffix in _suffixes(extras, start, len(pieces), block_size).items():
+        pieces[i] += suffix
     sequence, check = (namespace.digest, namespace.check_seed) if parent is None else (parent.sequence, parent.check)
-    sequences: list[bytes] = []
-    checks: list[int] = []
-    for i in range(num_blocks):
-        piece = raw[i * block_nbytes : (i + 1) * block_nbytes] + suffixes.get(i, b"")
-        sequence = xxhash.xxh3_128_digest(sequence + piece)
-        check = crc32c(piece, check)
-        sequences.append(sequence)
-        checks.append(check)
+    digest = xxhash.xxh3_128_digest
+    sequences = [sequence := digest(sequence + piece) for piece in pieces]
+    checks = [check := iscsi(piece, check) for piece in pieces]
     return sequences, checks
+
+
+def local_hashes(block_size: int, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[int]:
+    """XXH3-64 of each full block's own tokens and extras: what a block holds, whatever stands before it.
+
+    It names content, not a place in a sequence: two blocks with equal local hashes have different KV unless everything
+    before them is equal too. For matching against engines' own indexes and for statistics, never for a hit.
+    """
+    pieces = _pieces(token_bytes(tokens), block_size * TOKEN_BYTES)
+    for i, suffix in _suffixes(extras, 0, len(pieces), block_size).items():
+        pieces[i] += suffix
+    return [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
 
 
 class HashChain:
@@ -150,7 +162,18 @@ class HashChain:
         return self._last
 
     def extend(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[BlockHash]:
-        """Append tokens; the names of the blocks that are full now and were not before."""
+        """Append tokens; the names of the blocks that are full now and were not before.
+
+        Args:
+            tokens: what follows the tokens given so far.
+            extras: with positions in the sequence; content of several blocks is given once.
+
+        Raises:
+            InvalidTokensError: bad tokens, or an extra that begins in a block that has its name already; the chain is
+                unchanged.
+        """
+        if any(extra.start < self._num_hashed for extra in extras):
+            raise InvalidTokensError(reason=f"an extra begins before position {self._num_hashed}, which is named")
         raw = self._tail + token_bytes(tokens)
         known = [*self._extras, *extras]
         new = extend(self._namespace, self._last, self._num_hashed, raw, known)
@@ -213,6 +236,21 @@ def _integers(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+@lru_cache(maxsize=64)
+def _splitter(block_nbytes: int) -> struct.Struct:
+    return struct.Struct(f"{block_nbytes}s" * _BLOCKS_A_SPLIT)
+
+
+def _pieces(raw: bytes, block_nbytes: int) -> list[bytes]:
+    """The full blocks of `raw`; cutting many at once in C takes a fifth of the time that slicing takes."""
+    split = _splitter(block_nbytes)
+    cut = len(raw) - len(raw) % split.size
+    pieces = list(chain.from_iterable(split.iter_unpack(memoryview(raw)[:cut])))
+    ends = range(cut + block_nbytes, len(raw) + 1, block_nbytes)
+    pieces += [raw[end - block_nbytes : end] for end in ends]
+    return pieces
+
+
 def _extra_order(extra: Extra) -> tuple[int, bytes]:
     return extra.start, extra.digest
 
@@ -222,6 +260,8 @@ def _suffixes(extras: Sequence[Extra], start: int, num_blocks: int, block_size: 
     if len(extras) > limits.MAX_EXTRAS_PER_REQUEST:
         raise InvalidTokensError(reason=f"{len(extras)} extras, at most {limits.MAX_EXTRAS_PER_REQUEST}")
     suffixes: dict[int, bytes] = {}
+    if len({(extra.start, extra.digest) for extra in extras}) != len(extras):
+        raise InvalidTokensError(reason="the same extra is given twice")
     for extra in sorted(extras, key=_extra_order):
         first = max((extra.start - start) // block_size, 0)
         last = min((extra.start + extra.length - 1 - start) // block_size, num_blocks - 1)

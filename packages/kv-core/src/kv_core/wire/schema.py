@@ -1,8 +1,8 @@
 """Which message types a process understands, and what a message class may contain.
 
 A registry is closed: a type is known or refused. At registration each class is inspected once, so that decoding pays
-for a check only where the schema needs it: `walk` where a value could be NaN or nested without bound, `has_bytes`
-where msgspec would otherwise take text for base64.
+for a check only where the schema needs it: `walk` where a value could be NaN or nested without bound, `bytes_at` and
+`deep_bytes` where msgspec would otherwise take text for base64.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,12 @@ class Entry:
 
     cls: type[Message]
     tag: MessageType
-    has_bytes: bool
+    bytes_at: tuple[int, ...]
+    """Positions in the body of the fields that are bytes themselves."""
+    deep_bytes: bool
+    """Bytes also lie deeper, in lists, maps or structs."""
     walk: bool
+    """Values need a look for NaN and depth."""
 
 
 _MessageT = TypeVar("_MessageT", bound=type[Message])
@@ -100,7 +104,7 @@ def inspect_message(cls: type[Message], allow_any: bool = False) -> Entry:
         raise InvalidSchemaError(name=name, reason=str(error)) from None
     findings = _Visit(name, allow_any)
     findings.visit(root, ())
-    return Entry(cls, tag, findings.has_bytes, findings.walk)
+    return Entry(cls, tag, tuple(findings.bytes_at), findings.deep_bytes, findings.walk)
 
 
 class _Visit:
@@ -110,7 +114,8 @@ class _Visit:
         self._name = name
         self._allow_any = allow_any
         self._done: set[type] = set()
-        self.has_bytes = False
+        self.bytes_at: list[int] = []
+        self.deep_bytes = False
         self.walk = False
 
     def visit(self, info: mi.Type, above: tuple[type, ...]) -> None:
@@ -121,7 +126,7 @@ class _Visit:
             case mi.FloatType():
                 self.walk = True
             case mi.BytesType():
-                self.has_bytes = True
+                self.deep_bytes = True
             case mi.ListType() | mi.VarTupleType():
                 self.visit(info.item_type, above)
             case mi.TupleType():
@@ -147,5 +152,10 @@ class _Visit:
         if info.cls in self._done:
             return
         self._done.add(info.cls)
-        for field in info.fields:
-            self.visit(field.type, (*above, info.cls))
+        for at, field in enumerate(info.fields, start=1):
+            members = field.type.types if isinstance(field.type, mi.UnionType) else (field.type,)
+            for member in members:
+                if isinstance(member, mi.BytesType) and not above:
+                    self.bytes_at.append(at)
+                else:
+                    self.visit(member, (*above, info.cls))
