@@ -16,6 +16,7 @@ from kv_services.gateway.routing_state import (
     EndAt,
     Event,
     Fail,
+    Leave,
     NodeDied,
     NoteRetry,
     PauseThenRetry,
@@ -63,6 +64,22 @@ def test_the_plain_path() -> None:
     assert r.step(PrefillEnded(1)) == []
     assert r.step(TokensArrived(1, 0, tokens(5, 6))) == [Deliver(0, tokens(5, 6))]
     assert r.step(TokensArrived(1, 2, tokens(7), finish="stop")) == [Deliver(2, tokens(7)), Succeed("stop")]
+
+
+def test_an_answer_that_outruns_the_report_of_its_hand_over_waits_for_the_figures() -> None:
+    r = new()
+    running(r)
+    assert r.step(TokensArrived(1, 0, tokens(5), finish="stop")) == [Deliver(0, tokens(5))]
+    assert r.step(NodeDied(D0, OOPS)) == []
+    assert r.step(PrefillEnded(1)) == [Succeed("stop")]
+
+
+def test_a_complete_answer_is_not_lost_with_its_prefill_node() -> None:
+    for last in (NodeDied(P0, OOPS), PrefillEnded(1, OOPS)):
+        r = new()
+        running(r)
+        r.step(TokensArrived(1, 0, tokens(5), finish="stop"))
+        assert r.step(last) == [Succeed("stop")]
 
 
 def test_a_repeated_batch_is_shown_once() -> None:
@@ -154,7 +171,7 @@ class World:
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
-            assert not self.verdicts or isinstance(effect, EndAt)
+            assert not self.verdicts
             match effect:
                 case SendReserve(decode, _, epoch, num_confirmed):
                     assert num_confirmed == len(self.shown)
@@ -166,7 +183,7 @@ class World:
                 case Deliver(first_index, fresh):
                     assert first_index == len(self.shown)
                     self.shown += [t.token_id for t in fresh]
-                case Succeed() | Fail():
+                case Succeed() | Fail() | Leave():
                     self.verdicts.append(effect)
                 case _:
                     pass
@@ -176,6 +193,7 @@ ENABLED = {
     RouteState.PLACING: ("placed", "placed", "placed", "unplaced", "died", "stale"),
     RouteState.RESERVING: ("reserved", "reserved", "reserved", "refused", "died", "stale"),
     RouteState.RUNNING: ("prefilled", "tokens", "tokens", "lost", "stale", "decode_failed", "died", "died"),
+    RouteState.FINISHING: ("prefilled", "died", "stale"),
     RouteState.WAITING: ("retry", "retry", "died", "stale"),
 }
 
@@ -207,7 +225,7 @@ def test_whatever_happens_one_verdict_and_nothing_left_reserved(run: list[tuple[
     last = ends[end]
     w.perform(r.step(last))
     assert r.state is RouteState.DONE
-    assert len(w.verdicts) == (0 if end == "gone" and not w.verdicts else 1)
+    assert len(w.verdicts) == 1
     assert w.held == set()
     assert w.shown == list(range(len(w.shown)))
 
@@ -224,7 +242,7 @@ def _event(kind: str, pick: int, flag: bool, w: World) -> Event | None:
             return Reserved(r.epoch, flag)
         case "refused", RouteState.RESERVING:
             return ReserveFailed(r.epoch, OOPS, flag)
-        case "prefilled", RouteState.RUNNING if r.prefill_running:
+        case "prefilled", (RouteState.RUNNING | RouteState.FINISHING) if r.prefill_running:
             return PrefillEnded(r.epoch, OOPS if flag else None)
         case "tokens", RouteState.RUNNING:
             start = max(0, n - pick)

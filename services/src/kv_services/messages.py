@@ -233,11 +233,13 @@ class Ack(Message, frozen=True, tag="ack"):
 
 
 class LeasePrefix(Message, frozen=True, tag="lease_prefix"):
-    """Let me read the KV of this prefix. The holder compares `token_digest` with its own stored tokens."""
+    """Let me read blocks `[first_block, num_blocks)` of the prefix of `num_blocks` blocks whose last hash is this. The
+    holder compares `token_digest`, over all tokens of the prefix, with its own stored tokens."""
 
     namespace: NamespaceFields
     sequence: Digest
     check: Count
+    first_block: Count
     num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
     token_digest: bytes
     lease_ns: Count

@@ -6,7 +6,7 @@ clock: the actor places, sends and times, and turns every outcome into an event.
 G1: only this machine raises the request's epoch; it does so before every reserve.
 G2: an event of another epoch changes nothing (a former owner is fenced).
 G3: the client sees the token at index i once, and only after those at 0 .. i-1.
-G4: after `Succeed` or `Fail` no effect but `EndAt` is ever emitted, and exactly one of the two is.
+G4: exactly one of `Succeed`, `Fail` and `Leave` is emitted, and no effect after it.
 G5: whatever was reserved at a node is ended there, or the node is known to be dead.
 """
 
@@ -26,6 +26,7 @@ class RouteState(Enum):
     RESERVING = "reserving"
     RUNNING = "running"
     WAITING = "waiting"
+    FINISHING = "finishing"
     DONE = "done"
 
 
@@ -199,6 +200,11 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """The client is gone: nobody gets a verdict, the request is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class PauseThenRetry:
     """Send `RetryDue` after this long."""
 
@@ -213,7 +219,7 @@ class NoteRetry:
     cause: KVError
 
 
-Effect = Place | SendReserve | SendPrefill | EndAt | Deliver | Succeed | Fail | PauseThenRetry | NoteRetry
+Effect = Place | SendReserve | SendPrefill | EndAt | Deliver | Succeed | Fail | Leave | PauseThenRetry | NoteRetry
 
 
 @dataclass(slots=True)
@@ -234,6 +240,7 @@ class RequestRoute:
     prefill: NodeId | None = None
     num_confirmed: int = 0
     prefill_running: bool = False
+    _reason: str = ""
     _excluded: dict[NodeId, None] = field(default_factory=dict)
     _last_error: KVError | None = None
 
@@ -251,11 +258,11 @@ class RequestRoute:
                 self._expect(event, RouteState.PLACING)
                 return self._retry(error, None)
             case DeadlinePassed(error):
+                if self.state is RouteState.FINISHING:
+                    return [*self._end_prefill("deadline"), *self._finish(Succeed(self._reason))]
                 return [*self._end_everywhere("deadline"), *self._finish(Fail(error))]
             case ClientGone():
-                effects = self._end_everywhere("client gone")
-                self.state = RouteState.DONE
-                return effects
+                return [*self._end_everywhere("client gone"), *self._finish(Leave())]
             case TextComplete():
                 return [*self._end_everywhere("stop string"), *self._finish(Succeed("stop"))]
             case RetryDue():
@@ -266,7 +273,9 @@ class RequestRoute:
                 return self._of_epoch(event)
 
     def _of_epoch(self, event: Reserved | ReserveFailed | PrefillEnded | TokensArrived | DecodeFailed) -> list[Effect]:
-        if event.epoch != self.epoch or self.state is RouteState.WAITING:
+        if event.epoch != self.epoch or self.state in (RouteState.WAITING, RouteState.PLACING):
+            return []
+        if self.state is RouteState.FINISHING and not isinstance(event, PrefillEnded):
             return []
         match event:
             case Reserved(epoch, needs_prefill):
@@ -287,6 +296,8 @@ class RequestRoute:
                 return self._retry_after_ending(error, self.decode)
             case PrefillEnded(_, error, may_retry):
                 self.prefill_running = False
+                if self.state is RouteState.FINISHING:
+                    return self._finish(Succeed(self._reason))
                 if error is None:
                     return []
                 if not may_retry:
@@ -310,12 +321,17 @@ class RequestRoute:
         if fresh:
             effects.append(Deliver(self.num_confirmed, fresh))
             self.num_confirmed += len(fresh)
-        if event.finish is not None:
-            effects += self._end_prefill("decode finished")
-            effects += self._finish(Succeed(event.finish))
-        return effects
+        if event.finish is None:
+            return effects
+        if self.prefill_running:
+            # Tokens prove that the hand-over was verified; its own report is under way and completes the figures.
+            self.state, self._reason = RouteState.FINISHING, event.finish
+            return effects
+        return [*effects, *self._finish(Succeed(event.finish))]
 
     def _node_died(self, node_id: NodeId, error: KVError) -> list[Effect]:
+        if self.state is RouteState.FINISHING and node_id == self.prefill:
+            return self._finish(Succeed(self._reason))
         if self.state not in (RouteState.RESERVING, RouteState.RUNNING):
             return []
         if node_id == self.decode:
@@ -366,7 +382,7 @@ class RequestRoute:
             effects.append(EndAt(self.decode, self.epoch, cause))
         return effects
 
-    def _finish(self, verdict: Succeed | Fail) -> list[Effect]:
+    def _finish(self, verdict: Succeed | Fail | Leave) -> list[Effect]:
         self.state = RouteState.DONE
         return [verdict]
 

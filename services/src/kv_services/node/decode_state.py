@@ -225,9 +225,9 @@ class DecodeMachine:
             return None
         if not resumed:
             self._waiting.popleft()
-            seq.cached_tokens = opened.num_matched
+            seq.cached_tokens = opened.num_matched_tokens
         seq.table, seq.refs = opened.table, list(opened.refs)
-        seq.stored, seq.committed = opened.num_matched, num_matched
+        seq.stored, seq.committed = opened.num_matched_tokens, num_matched
         seq.parked, seq.layers_ready = None, 0
         return [PrepareSlots(tuple(seq.refs[num_matched:])), *self._begin(seq, num_matched, resumed=resumed)]
 

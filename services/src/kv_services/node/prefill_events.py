@@ -7,7 +7,7 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
-from kv_prefix.block_pool import CopyBlock
+from kv_prefix.pool_types import CopyBlock
 
 
 @dataclass(frozen=True, slots=True)

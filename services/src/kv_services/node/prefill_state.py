@@ -21,9 +21,10 @@ from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
-from kv_prefix.block_pool import BlockPool, CopyBlock
+from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError
 from kv_prefix.pins import Receipt
+from kv_prefix.pool_types import CopyBlock
 from kv_services.node.errors import (
     EpochFencedError,
     NodeOverloadedError,
@@ -278,8 +279,8 @@ class PrefillMachine:
         except NoSpaceError:
             return False
         job.table, job.refs, job.copy = opened.table, list(opened.refs), opened.copy
-        job.plan, job.start, job.committed = plan, opened.num_matched, num_matched
-        job.local_tokens = opened.num_matched
+        job.plan, job.start, job.committed = plan, opened.num_matched_tokens, num_matched
+        job.local_tokens = opened.num_matched_tokens
         return True
 
     def _pulled(self, event: Pulled) -> list[PrefillEffect]:
@@ -338,7 +339,7 @@ class PrefillMachine:
         self._fence.end(job.request_id, job.epoch)
         if job.num_needed % self._block_size and job.table is not None:
             full = job.num_needed // self._block_size * self._block_size
-            self._pool.commit_tail(job.table, job.tokens[full : job.num_needed])
+            self._pool.commit_tail(job.table, job.namespace.digest, job.tokens[full : job.num_needed])
         self._release(job)
         done = ReplyDone(
             job.request_id,

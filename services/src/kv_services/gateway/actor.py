@@ -1,0 +1,465 @@
+"""The gateway's cluster side: turns generation requests into work on nodes, and nodes' tokens into streams.
+
+One `RequestActor` per request owns its `RequestRoute`; this module performs effects and makes events of outcomes. The
+gateway that holds the client is the only one to raise a request's epoch.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kv_bus.actor import Actor
+from kv_bus.errors import BusError
+from kv_bus.interface import Bus, Reply, Request
+from kv_core.clock import Clock
+from kv_core.errors import KVError, RetryableError, error_from_wire
+from kv_core.hashing import BlockHash, hash_tokens, token_bytes
+from kv_core.ids import NodeId, RequestId
+from kv_core.namespace import Namespace
+from kv_core.wire import Message
+from kv_prefix.prefix_index import PrefixIndex
+from kv_services.config import ClusterConfig, Role
+from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Timings, Token, Usage
+from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError, OverloadedError
+from kv_services.gateway.placing import NodeChoice, Placer
+from kv_services.gateway.routing_state import (
+    ClientGone,
+    DeadlinePassed,
+    DecodeFailed,
+    Deliver,
+    Effect,
+    EndAt,
+    Event,
+    Fail,
+    Leave,
+    NodeDied,
+    NoteRetry,
+    PauseThenRetry,
+    Place,
+    Placed,
+    PlacementFailed,
+    PrefillEnded,
+    RequestRoute,
+    Reserved,
+    ReserveFailed,
+    RetryDue,
+    SendPrefill,
+    SendReserve,
+    Started,
+    Succeed,
+    TextComplete,
+    TokensArrived,
+)
+from kv_services.gateway.stream import TokenStream
+from kv_services.membership.actor import ClusterView
+from kv_services.membership.state import Effect as MemberEffect
+from kv_services.membership.state import MemberDied
+from kv_services.messages import (
+    Ack,
+    DecodeGaveUp,
+    DecodeReserved,
+    EndRequest,
+    Load,
+    NamespaceFields,
+    PrefillDone,
+    ReserveDecode,
+    RunPrefill,
+    Sampling,
+    TokenBatch,
+)
+from kv_services.metrics import Metrics
+from kv_services.node.errors import NodeError, PeerDiedError, RequestExpiredError, UnknownRequestError
+from kv_transport.errors import TransportError
+
+MAX_ATTEMPTS: Final = 4
+RETRY_DELAY_NS: Final = 50_000_000
+END_TIMEOUT_NS: Final = 1_000_000_000
+END_TRIES: Final = 3
+
+_log = logging.getLogger(__name__)
+
+
+class Ownership(Protocol):
+    """What the gateway asks of its replica about who owns a request."""
+
+    def own(self, request_id: RequestId) -> bytes:
+        """Raise the request's epoch to the next one, ours; a causal token of that."""
+        ...
+
+    def end(self, request_id: RequestId) -> None:
+        """The request is over everywhere."""
+        ...
+
+
+@dataclass(slots=True)
+class GatewayContext:
+    """What all requests of one gateway share."""
+
+    config: ClusterConfig
+    clock: Clock
+    bus: Bus
+    cluster: ClusterView
+    index: PrefixIndex
+    placer: Placer
+    ownership: Ownership
+    metrics: Metrics
+    model_id: str
+    weights_revision: str
+
+    def namespace(self, request: GenerationRequest) -> Namespace:
+        """Whose KV this request may share."""
+        return Namespace(
+            model_id=self.model_id,
+            weights_revision=self.weights_revision,
+            salt=request.kv.salt,
+            dtype=self.config.model.dtype,
+            block_size=self.config.model.block_size,
+        )
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What is known of the last attempt, for the answer's timings."""
+
+    choice: NodeChoice | None = None
+    reserved: DecodeReserved | None = None
+    prefill: PrefillDone | None = None
+    retries: list[str] = field(default_factory=list)
+
+
+class RequestActor(Actor[Event, Effect]):
+    """One request at the gateway that holds its client."""
+
+    def __init__(self, ctx: GatewayContext, request: GenerationRequest, on_end: Callable[[RequestId], None]) -> None:
+        self.route = RequestRoute(MAX_ATTEMPTS, RETRY_DELAY_NS)
+        super().__init__(f"request {request.request_id}", self.route, clock=ctx.clock)
+        self._ctx = ctx
+        self._request = request
+        self._on_end = on_end
+        self._namespace = ctx.namespace(request)
+        self._hashes: list[BlockHash] = hash_tokens(self._namespace, request.prompt_token_ids)
+        self._confirmed: list[int] = []
+        self._unread: deque[Token] = deque()
+        self._figures = _Figures()
+        self._after = b""
+        self._finished: Finished | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self.stream = TokenStream(
+            on_taken=lambda _: self._feed(),
+            on_stop=lambda: self.complete(TextComplete()),
+            on_cancel=lambda: self.complete(ClientGone()),
+        )
+
+    def begin(self) -> None:
+        """Start the request and its deadline."""
+        left_s = max(0.0, (self._request.deadline_ns - self._ctx.clock.monotonic_ns()) / 1e9)
+        self._later(left_s, self._deadline)
+        self.post(Started())
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Place(exclude):
+                self.complete(self._place(exclude))
+            case SendReserve():
+                self._send_reserve(effect)
+            case SendPrefill():
+                self._send_prefill(effect)
+            case EndAt(node_id, epoch, cause):
+                self._end_at(node_id, EndRequest(self._request.request_id, epoch, cause), END_TRIES)
+            case Deliver(first_index, tokens):
+                self._confirmed += [token.token_id for token in tokens]
+                self._unread.extend(
+                    Token(first_index + i, token.token_id, token.logprob, token.top_logprobs)
+                    for i, token in enumerate(tokens)
+                )
+                self._feed()
+            case Succeed(reason):
+                self._finished = Finished(FinishReason(reason), self._usage(), self._timings())
+                self._feed()
+                self._ctx.metrics.requests.labels("ok").inc()
+                self._end()
+            case Fail(error):
+                _log.warning("request failed request=%s cause=%s", self._request.request_id, error)
+                self.stream.fail(error)
+                self._ctx.metrics.requests.labels(type(error).__name__).inc()
+                self._end()
+            case PauseThenRetry(delay_ns):
+                self._later(delay_ns / 1e9, lambda: self.complete(RetryDue()))
+            case NoteRetry(attempt, cause):
+                _log.warning(
+                    "request tried again request=%s attempt=%d cause=%s", self._request.request_id, attempt, cause
+                )
+                self._figures.retries.append(str(cause))
+                self._ctx.metrics.request_retries.inc()
+                self._unassign()
+            case Leave():
+                self._ctx.metrics.requests.labels("disconnected").inc()
+                self._end()
+
+    async def close(self) -> None:
+        self._cancel_timers()
+        if not self.stream.ended:
+            self.stream.fail(DrainingError())
+        await super().close()
+
+    def _place(self, exclude: tuple[NodeId, ...]) -> Placed | PlacementFailed:
+        ctx = self._ctx
+        decode = self._loads(exclude, Role.DECODE)
+        prefill = self._loads(exclude, Role.PREFILL)
+        if not decode:
+            return PlacementFailed(NoNodesError(role="decode", model=self._request.model))
+        holders = ctx.index.lookup(self._hashes)
+        request_id = self._request.request_id
+        num_tokens = len(self._request.prompt_token_ids)
+        choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill)
+        self._figures = _Figures(choice, retries=self._figures.retries)
+        ctx.placer.assign(choice.decode.node, request_id, 1)
+        if choice.prefill is not None:
+            ctx.placer.assign(choice.prefill.node, request_id, choice.prefill.new_blocks + 1)
+        _log.debug("placed request=%s decode=%s (%s)", request_id, choice.decode.node, choice.decode.reason)
+        return Placed(choice.decode.node, choice.prefill.node if choice.prefill else None)
+
+    def _loads(self, exclude: tuple[NodeId, ...], role: Role) -> dict[NodeId, Load]:
+        alive = self._ctx.cluster.alive(role)
+        usable = [node_id for node_id in alive if node_id not in exclude] or alive
+        return {node_id: self._ctx.cluster.load_of(node_id) for node_id in usable}
+
+    def _send_reserve(self, effect: SendReserve) -> None:
+        request, sampling = self._request, self._request.sampling
+        left = sampling.max_tokens - effect.num_confirmed
+        self._after = self._ctx.ownership.own(request.request_id)
+        message = ReserveDecode(
+            request_id=request.request_id,
+            epoch=effect.epoch,
+            namespace=NamespaceFields.of(self._namespace),
+            tokens=self._tokens(),
+            num_confirmed=effect.num_confirmed,
+            sampling=Sampling(
+                max_tokens=max(1, left),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                stop_token_ids=request.stop_token_ids,
+                top_logprobs=sampling.top_logprobs,
+            ),
+            deadline_ns=self._left_ns(),
+            compute_locally=effect.prefill is None,
+            after=self._after,
+        )
+
+        def outcome(reply: Message | KVError) -> None:
+            if isinstance(reply, DecodeReserved):
+                self._figures.reserved = reply
+                self.complete(Reserved(effect.epoch, needs_prefill=reply.grant is not None))
+            else:
+                error = _error_of(reply)
+                self.complete(ReserveFailed(effect.epoch, error, may_retry=may_retry(error)))
+
+        self._call(effect.decode, message, outcome)
+
+    def _send_prefill(self, effect: SendPrefill) -> None:
+        reserved = self._figures.reserved
+        assert reserved is not None and reserved.grant is not None, effect
+        message = RunPrefill(
+            request_id=self._request.request_id,
+            epoch=effect.epoch,
+            namespace=NamespaceFields.of(self._namespace),
+            tokens=self._tokens(),
+            decode_node=effect.decode,
+            first_block=reserved.first_block,
+            grant=reserved.grant,
+            deadline_ns=self._left_ns(),
+            after=self._after,
+        )
+
+        def outcome(reply: Message | KVError) -> None:
+            self._ctx.placer.done(effect.prefill, self._request.request_id)
+            if isinstance(reply, PrefillDone):
+                self._figures.prefill = reply
+                self.complete(PrefillEnded(effect.epoch))
+            else:
+                error = _error_of(reply)
+                self.complete(PrefillEnded(effect.epoch, error, may_retry=may_retry(error)))
+
+        self._call(effect.prefill, message, outcome)
+
+    def _call(self, node_id: NodeId, message: Message, outcome: Callable[[Message | KVError], None]) -> None:
+        try:
+            self._ctx.bus.call(node_id, message, outcome, deadline_ns=self._request.deadline_ns)
+        except KVError as error:
+            outcome(error)
+
+    def _end_at(self, node_id: NodeId, message: EndRequest, tries: int) -> None:
+        """Tell a node that an epoch is over, more than once if need be; its own deadline is the last resort."""
+
+        def outcome(reply: Message | KVError) -> None:
+            if isinstance(reply, BusError) and tries > 1 and self._ctx.cluster.view.alive().count(node_id):
+                self._end_at(node_id, message, tries - 1)
+
+        try:
+            self._ctx.bus.call(node_id, message, outcome, timeout_ns=END_TIMEOUT_NS)
+        except KVError as error:
+            _log.warning("end not sent request=%s node=%s cause=%s", message.request_id, node_id, error)
+
+    def _feed(self) -> None:
+        """Give the client what it has room for, then the end."""
+        if self._unread and self.stream.room > 0:
+            batch = [self._unread.popleft() for _ in range(min(self.stream.room, len(self._unread)))]
+            self.stream.push(batch)
+        if not self._unread and self._finished is not None:
+            self.stream.finish(self._finished)
+
+    def _usage(self) -> Usage:
+        figures, num_prompt = self._figures, len(self._request.prompt_token_ids)
+        cached = figures.reserved.cached_tokens if figures.reserved else 0
+        if figures.prefill is not None:
+            cached = figures.prefill.local_tokens + figures.prefill.pulled_tokens
+        return Usage(num_prompt, len(self._confirmed), min(cached, num_prompt))
+
+    def _timings(self) -> Timings:
+        figures, done = self._figures, self._figures.prefill
+        attempts = len(figures.retries) + 1
+        decode = figures.choice.decode.node if figures.choice else ""
+        if done is None or figures.choice is None or figures.choice.prefill is None:
+            return Timings(decode_node=decode, attempts=attempts)
+        return Timings(
+            decode_node=decode,
+            prefill_node=figures.choice.prefill.node,
+            kv_bytes_moved=done.bytes_moved,
+            transport=done.transport,
+            handover_ns=done.handover_ns,
+            attempts=attempts,
+        )
+
+    def _deadline(self) -> None:
+        timeout_s = self._ctx.config.limits.request_timeout_s
+        self.complete(DeadlinePassed(DeadlineExceededError(timeout_s=timeout_s)))
+
+    def _tokens(self) -> bytes:
+        return token_bytes([*self._request.prompt_token_ids, *self._confirmed])
+
+    def _left_ns(self) -> int:
+        return max(1, self._request.deadline_ns - self._ctx.clock.monotonic_ns())
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, call))
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def _unassign(self) -> None:
+        if self._figures.choice is not None:
+            self._ctx.placer.done(self._figures.choice.decode.node, self._request.request_id)
+            if self._figures.choice.prefill is not None:
+                self._ctx.placer.done(self._figures.choice.prefill.node, self._request.request_id)
+
+    def _end(self) -> None:
+        self._cancel_timers()
+        self._unassign()
+        self._ctx.ownership.end(self._request.request_id)
+        self._on_end(self._request.request_id)
+
+
+class ClusterCompleter:
+    """Turns requests into tokens on the cluster's nodes; a `Completer`. A supervised child: `start`, `run`, `close`."""
+
+    def __init__(self, ctx: GatewayContext) -> None:
+        self._ctx = ctx
+        self._requests: dict[RequestId, RequestActor] = {}
+        self._closing: dict[RequestId, asyncio.Task[None]] = {}
+        self._closed: asyncio.Event | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not over."""
+        return len(self._requests)
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """See `Completer.submit`."""
+        limit = self._ctx.config.limits.gateway_queue
+        if self._closed is None or self._closed.is_set():
+            raise DrainingError()
+        if len(self._requests) >= limit:
+            raise OverloadedError(what="the gateway", limit=limit, retry_after_s=1)
+        actor = RequestActor(self._ctx, request, self._ended)
+        self._requests[request.request_id] = actor
+        self._ctx.metrics.running.set(len(self._requests))
+        actor.begin()
+        return actor.stream
+
+    async def start(self) -> None:
+        """Take the nodes' messages."""
+        self._closed = asyncio.Event()
+        self._ctx.bus.handle(TokenBatch, self._on_tokens)
+        self._ctx.bus.handle(DecodeGaveUp, self._on_gave_up)
+        self._ctx.cluster.on_change(self._on_member)
+
+    async def run(self) -> None:
+        """Return after `close`."""
+        assert self._closed is not None
+        await self._closed.wait()
+
+    async def close(self) -> None:
+        """End every request. Idempotent."""
+        if self._closed is not None:
+            self._closed.set()
+        actors = list(self._requests.values())
+        self._requests.clear()
+        await asyncio.gather(*(actor.close() for actor in actors), *self._closing.values())
+
+    def _on_tokens(self, request: Request[TokenBatch]) -> Reply:
+        batch = request.message
+        actor = self._actor(batch.request_id, batch.epoch)
+        actor.post(TokensArrived(batch.epoch, batch.first_index, batch.tokens, batch.finish))
+        return Ack()
+
+    def _on_gave_up(self, request: Request[DecodeGaveUp]) -> Reply:
+        message = request.message
+        actor = self._actor(message.request_id, message.epoch)
+        error = error_from_wire(message.error_code, message.error_fields)
+        actor.post(DecodeFailed(message.epoch, error, message.may_retry))
+        return Ack()
+
+    def _actor(self, name: str, epoch: int) -> RequestActor:
+        actor = self._requests.get(RequestId(name))
+        if actor is None or epoch < actor.route.epoch:
+            raise UnknownRequestError(node=self._ctx.bus.node_id, request_id=name, epoch=epoch)
+        return actor
+
+    def _on_member(self, effect: MemberEffect) -> None:
+        if isinstance(effect, MemberDied):
+            for request_id, actor in list(self._requests.items()):
+                error = PeerDiedError(request_id=request_id, peer=effect.node_id, cause=effect.cause)
+                actor.complete(NodeDied(effect.node_id, error))
+
+    def _ended(self, request_id: RequestId) -> None:
+        """A request is over: its actor is closed outside its own turn."""
+        actor = self._requests.pop(request_id, None)
+        self._ctx.metrics.running.set(len(self._requests))
+        if actor is None:
+            return
+        task = asyncio.get_running_loop().create_task(self._close_one(actor), name=f"close:{request_id}")
+        self._closing[request_id] = task
+        task.add_done_callback(lambda _: self._closing.pop(request_id, None))
+
+    async def _close_one(self, actor: RequestActor) -> None:
+        # The client may still read what was decoded: feeding it needs no actor turn, only the stream.
+        await Actor.close(actor)
+
+
+def may_retry(error: KVError) -> bool:
+    """Whether another attempt, elsewhere or later, may go better."""
+    if isinstance(error, RequestExpiredError):
+        return False
+    return isinstance(error, RetryableError | BusError | TransportError | NodeError)
+
+
+def _error_of(reply: Message | KVError) -> KVError:
+    if isinstance(reply, KVError):
+        return reply
+    return NodeError(detail=f"a node answered with {type(reply).__name__}")

@@ -1,0 +1,194 @@
+"""Keeps one process's view of its cluster: publishes its own heartbeats, hears those of the others, judges silence.
+
+One subscription per peer carries everything that peer publishes; this is the one place that subscribes, and it hands
+other messages to whoever registered for their type. Everything happens on the loop and is bounded per event.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kv_bus.interface import (
+    Bus,
+    Event,
+    GapDetected,
+    OriginRestarted,
+    PeerDown,
+    PeerEvent,
+    PeerRefused,
+    PeerRestarted,
+    PeerUp,
+    Subscription,
+    Watch,
+)
+from kv_core.clock import Clock
+from kv_core.ids import Incarnation, NodeId
+from kv_core.wire import Message
+from kv_services.config import BusSection, Role
+from kv_services.membership.state import (
+    Effect,
+    HeartbeatSeen,
+    LinkLost,
+    Liveness,
+    MemberDied,
+    MemberRecovered,
+    MembershipView,
+    MemberSuspected,
+    MemberUp,
+    TimePassed,
+)
+from kv_services.messages import Heartbeat, Load
+
+_log = logging.getLogger(__name__)
+_MS: Final = 1_000_000
+M = TypeVar("M", bound=Message)
+
+
+class ClusterView:
+    """Who is alive and how busy, as this process knows it. A supervised child: `start`, `run`, `close`.
+
+    Args:
+        peers: the other members and their roles, from the cluster file.
+        load: this process's own load, asked for at each heartbeat.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        settings: BusSection,
+        role: Role,
+        peers: dict[NodeId, Role],
+        load: Callable[[], Load],
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._interval_s = settings.heartbeat_interval_ms / 1000
+        self._role = role
+        self._load = load
+        self.roles = dict(peers)
+        self.view = MembershipView(settings.suspect_after_ms * _MS, settings.dead_after_ms * _MS)
+        self._loads: dict[NodeId, Heartbeat] = {}
+        self._listeners: list[Callable[[Effect], None]] = []
+        self._gap_listeners: list[Callable[[NodeId], None]] = []
+        self._published: dict[type[Message], Callable[[Event[Message]], None]] = {}
+        self._subscriptions: list[Subscription] = []
+        self._watch: Watch | None = None
+        self._closed: asyncio.Event | None = None
+        self.state = "serving"
+
+    def on_change(self, listener: Callable[[Effect], None]) -> None:
+        """Call `listener` with each effect of the view, in order of registration."""
+        self._listeners.append(listener)
+
+    def on_gap(self, listener: Callable[[NodeId], None]) -> None:
+        """Call `listener` with the node of which something published was lost."""
+        self._gap_listeners.append(listener)
+
+    def on_published(self, message_type: type[M], listener: Callable[[Event[M]], None]) -> None:
+        """Hand published messages of that type to `listener`."""
+        self._published[message_type] = listener  # type: ignore[assignment]  # only called with events of that type
+
+    def load_of(self, node_id: NodeId) -> Load:
+        """The last load that node reported; all zero before its first heartbeat."""
+        heartbeat = self._loads.get(node_id)
+        return heartbeat.load if heartbeat else Load()
+
+    def alive(self, *roles: Role) -> list[NodeId]:
+        """Members of those roles that may be given work: alive and serving, suspects last."""
+        serving = [
+            node_id
+            for node_id in self.view.alive()
+            if self.roles.get(node_id) in roles and self._state_of(node_id) == "serving"
+        ]
+        return sorted(serving, key=lambda node_id: self.view.members[node_id].liveness is Liveness.SUSPECT)
+
+    def incarnation(self, node_id: NodeId) -> Incarnation:
+        """The living incarnation of a member; 0 before its first sign of life."""
+        member = self.view.members.get(node_id)
+        return member.incarnation if member else Incarnation(0)
+
+    async def start(self) -> None:
+        """Subscribe to every peer and begin to beat."""
+        self._closed = asyncio.Event()
+        self._watch = self._bus.watch_peers(self._on_peer)
+        for node_id in self.roles:
+            self.view.add(node_id)
+            self._subscriptions.append(
+                self._bus.subscribe(node_id, self._on_event, self._on_gap, on_restart=self._on_restart)
+            )
+
+    async def run(self) -> None:
+        """Beat and judge until closed."""
+        assert self._closed is not None
+        while not self._closed.is_set():
+            self._beat()
+            try:
+                await asyncio.wait_for(self._closed.wait(), self._interval_s)
+            except TimeoutError:
+                continue
+
+    async def close(self) -> None:
+        """Stop at once. Idempotent."""
+        if self._closed is not None:
+            self._closed.set()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        for subscription in self._subscriptions:
+            subscription.close()
+        self._subscriptions.clear()
+
+    def _beat(self) -> None:
+        self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load()))
+        self._tell(self.view.step(TimePassed(self._clock.monotonic_ns())))
+
+    def _state_of(self, node_id: NodeId) -> str:
+        heartbeat = self._loads.get(node_id)
+        return heartbeat.state if heartbeat else "starting"
+
+    def _on_event(self, event: Event[Message]) -> None:
+        self._seen(event.origin, event.incarnation)
+        message = event.message
+        if isinstance(message, Heartbeat):
+            if self.view.is_current(event.origin, event.incarnation):
+                self._loads[event.origin] = message
+            return
+        listener = self._published.get(type(message))
+        if listener is not None:
+            listener(event)
+
+    def _on_gap(self, gap: GapDetected) -> None:
+        for listener in self._gap_listeners:
+            listener(gap.origin)
+
+    def _on_restart(self, restarted: OriginRestarted) -> None:
+        self._seen(restarted.origin, restarted.incarnation)
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        match event:
+            case PeerUp(node_id, incarnation) | PeerRestarted(node_id, incarnation):
+                self._seen(node_id, incarnation)
+            case PeerDown(node_id):
+                self._tell(self.view.step(LinkLost(self._clock.monotonic_ns(), node_id)))
+            case PeerRefused(node_id, cause):
+                _log.error("peer refuses us node=%s cause=%s", node_id, cause)
+
+    def _seen(self, node_id: NodeId, incarnation: Incarnation) -> None:
+        self._tell(self.view.step(HeartbeatSeen(self._clock.monotonic_ns(), node_id, incarnation)))
+
+    def _tell(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case MemberUp(node_id, incarnation):
+                    _log.info("member up node=%s incarnation=%d", node_id, incarnation)
+                case MemberSuspected(node_id, _, silent_ns):
+                    _log.warning("member suspected node=%s silent_ms=%d", node_id, silent_ns // _MS)
+                case MemberRecovered(node_id):
+                    _log.info("member recovered node=%s", node_id)
+                case MemberDied(node_id, incarnation, cause):
+                    _log.warning("member died node=%s incarnation=%d cause=%s", node_id, incarnation, cause)
+                    self._loads.pop(node_id, None)
+            for listener in self._listeners:
+                listener(effect)

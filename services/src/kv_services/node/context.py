@@ -1,0 +1,103 @@
+"""What every role of one node shares: the bus, the arena and who may use it, the engine, the metadata, the counters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_bus.interface import Bus
+from kv_core.block import BlockRef
+from kv_core.checksum import xxh3_64
+from kv_core.clock import Clock
+from kv_core.ids import NodeId, RegionId, RequestId
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.events import PoolEvent
+from kv_prefix.prefix_index import PrefixIndex
+from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.metrics import Metrics
+from kv_services.node.compute import ComputeThread
+from kv_transport import Arena, KVCacheTransferEngine
+
+
+class Metadata(Protocol):
+    """What a role asks of this process's replica of the cluster's metadata."""
+
+    def pool_events(self, events: Sequence[PoolEvent]) -> None:
+        """Publish what the pool stored and removed as claims of this node."""
+        ...
+
+    def register_length(self, request_id: RequestId, num_tokens: int, checksum: int) -> None:
+        """Publish that KV of the first `num_tokens` tokens of a request is readable here."""
+        ...
+
+    def retire(self, request_id: RequestId) -> None:
+        """Withdraw what was published about a request: its KV is no longer held for it here."""
+        ...
+
+    def token(self) -> bytes:
+        """A causal token of everything this process has published and applied."""
+        ...
+
+    async def caught_up(self, token: bytes, deadline_ns: int) -> None:
+        """Wait until everything `token` names is applied here.
+
+        Raises:
+            StaleReplica, HolderLost: not by the deadline, or never.
+        """
+        ...
+
+
+class Introductions(Protocol):
+    """Sees that a peer's agent is known before KV moves."""
+
+    async def ensure(self, node_id: NodeId, deadline_ns: int) -> None:
+        """Return when transfers with that node can begin."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeContext:
+    """One node's parts, made by `node.process` and shared by its roles."""
+
+    config: ClusterConfig
+    node: NodeConfig
+    clock: Clock
+    bus: Bus
+    arena: Arena
+    region: RegionId
+    pool: BlockPool
+    index: PrefixIndex
+    transfers: KVCacheTransferEngine
+    compute: ComputeThread
+    metadata: Metadata
+    introductions: Introductions
+    metrics: Metrics
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.node.node_id
+
+    @property
+    def block_size(self) -> int:
+        return self.arena.geometry.block_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.arena.geometry.num_layers
+
+    def prepare(self, refs: Sequence[BlockRef]) -> None:
+        """Make older references to these slots void, before anything is written into them (A3)."""
+        for ref in refs:
+            # A part-filled block that is continued where it lies keeps its generation.
+            if ref.generation > self.arena.generation(ref.slot):
+                self.arena.raise_generation(ref.slot, ref.generation)
+
+    def entry_checksum(self, slots: Sequence[int]) -> int:
+        """XXH3 over the CRC-64 of every (block, layer), blocks in order; each CRC as 8 bytes, little-endian."""
+        # checks is [layer][slot]; an entry is read block by block.
+        return xxh3_64(self.arena.checks[:, list(slots)].T.tobytes())
+
+    def flush_pool_events(self) -> None:
+        """Publish what happened in the pool since the last call."""
+        events = self.pool.take_events()
+        if events:
+            self.metadata.pool_events(events)

@@ -1,0 +1,302 @@
+"""The decode role: performs what `DecodeMachine` decides, on the bus, the transfers and the compute thread."""
+
+import asyncio
+import logging
+import threading
+
+import numpy as np
+
+from kv_bus.actor import Actor
+from kv_bus.interface import DEFERRED, Reply, Request
+from kv_core.errors import KVError, LocalProtocolError
+from kv_core.ids import RequestId
+from kv_services.engine.interface import LayerArrival, Model
+from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, ReserveDecode
+from kv_services.node.compute import SealingSink, run_prefill, run_step
+from kv_services.node.context import NodeContext
+from kv_services.node.decode_events import (
+    CloseInbound,
+    Computed,
+    DecodeEffect,
+    DecodeEvent,
+    EndAsked,
+    GiveUp,
+    HandoverFailed,
+    HandoverVerified,
+    InboundClosed,
+    LayerArrived,
+    NotePreempted,
+    OpenInbound,
+    PrepareSlots,
+    RefuseReserve,
+    RegisterLength,
+    ReplyReserved,
+    ReserveAsked,
+    Retire,
+    SendTokens,
+    StartCompute,
+    StartStep,
+    StepFinished,
+    StepOutcome,
+)
+from kv_services.node.decode_state import DecodeMachine
+from kv_services.node.errors import HandoverChecksumError, UnknownRequestError
+from kv_services.node.outbox import TokenOutbox
+from kv_transport import Inbound, TransferStats
+
+_log = logging.getLogger(__name__)
+_Key = tuple[RequestId, int]
+
+
+class _Arriving:
+    """One open hand-over at the receiver: its transfer, and what the sender says the checksum is."""
+
+    def __init__(self, inbound: Inbound, slots: tuple[int, ...]) -> None:
+        self.inbound = inbound
+        self.slots = slots
+        self.checksum: asyncio.Future[Request[HandoverDone]] = asyncio.get_running_loop().create_future()
+        self.closing = False
+
+    def answer(self, outcome: HandoverAccepted | KVError) -> None:
+        """Tell the sender, if it has asked."""
+        if not self.checksum.done() or self.checksum.cancelled():
+            return
+        asked = self.checksum.result()
+        if isinstance(outcome, KVError):
+            asked.fail(outcome)
+        else:
+            asked.reply(outcome)
+
+
+class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
+    """Runs the decode machine of one node."""
+
+    def __init__(self, ctx: NodeContext, model: Model, machine: DecodeMachine) -> None:
+        super().__init__("decode", machine, clock=ctx.clock)
+        self.machine = machine
+        self._ctx = ctx
+        self._model = model
+        self._asked: dict[_Key, Request[ReserveDecode]] = {}
+        self._arriving: dict[_Key, _Arriving] = {}
+        self._stops: dict[_Key, threading.Event] = {}
+        self.outbox = TokenOutbox(ctx.bus, ctx.clock, self._refused)
+
+    def listen(self) -> None:
+        """Take requests from the bus."""
+        self._ctx.bus.handle(ReserveDecode, self._on_reserve)
+        self._ctx.bus.handle(HandoverDone, self._on_handover_done)
+
+    async def close(self) -> None:
+        self.outbox.close()
+        for stop in self._stops.values():
+            stop.set()
+        for arriving in self._arriving.values():
+            arriving.inbound.cancel()
+        await super().close()
+
+    async def _on_reserve(self, request: Request[ReserveDecode]) -> Reply:
+        message, key = request.message, _key(request.message)
+        namespace = message.namespace.namespace()
+        if message.after:
+            await self._ctx.metadata.caught_up(message.after, request.deadline_ns)
+        if key in self._asked:
+            raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
+        now_ns = self._ctx.clock.monotonic_ns()
+        tokens = np.frombuffer(message.tokens, dtype="<u4")
+        event = ReserveAsked(
+            now_ns=now_ns,
+            request_id=RequestId(message.request_id),
+            epoch=message.epoch,
+            gateway=request.sender,
+            namespace=namespace,
+            tokens=tuple(tokens.tolist()),
+            num_confirmed=message.num_confirmed,
+            sampling=message.sampling,
+            deadline_ns=now_ns + message.deadline_ns,
+            compute_locally=message.compute_locally,
+        )
+        self.post(event)
+        self._asked[key] = request
+        request.on_abandoned(lambda: self._abandoned(key))
+        return DEFERRED
+
+    async def _on_handover_done(self, request: Request[HandoverDone]) -> Reply:
+        arriving = self._arriving.get(_key(request.message))
+        if arriving is None or arriving.closing or arriving.checksum.done():
+            message = request.message
+            raise UnknownRequestError(node=self._ctx.node_id, request_id=message.request_id, epoch=message.epoch)
+        arriving.checksum.set_result(request)
+        return DEFERRED
+
+    def _abandoned(self, key: _Key) -> None:
+        if self._asked.pop(key, None) is not None:
+            self.complete(EndAsked(*key, cause="its gateway stopped waiting"))
+
+    def _refused(self, request_id: RequestId, epoch: int, cause: str) -> None:
+        self.complete(EndAsked(request_id, epoch, cause))
+
+    def perform(self, effect: DecodeEffect) -> None:
+        match effect:
+            case PrepareSlots(refs):
+                self._ctx.prepare(refs)
+            case OpenInbound():
+                self._open_inbound(effect)
+            case ReplyReserved(request_id, epoch, cached_tokens):
+                self._reply(DecodeReserved(request_id, epoch, cached_tokens, 0, None))
+            case RefuseReserve(request_id, epoch, error):
+                asked = self._asked.pop((request_id, epoch), None)
+                if asked is not None:
+                    asked.fail(error)
+            case CloseInbound(request_id, epoch):
+                arriving = self._arriving[request_id, epoch]
+                arriving.closing = True
+                arriving.inbound.cancel()
+                if not arriving.checksum.done():
+                    arriving.checksum.cancel()
+            case StartCompute():
+                self._start_compute(effect)
+            case StartStep():
+                self._start_step(effect)
+            case SendTokens(request_id, epoch, gateway, first_index, tokens, finish):
+                seq = self.machine.sequence(request_id, epoch)
+                # A finished request has left the machine; its last tokens still have this long to arrive.
+                deadline_ns = seq.deadline_ns if seq else self._ctx.clock.monotonic_ns() + _LAST_WORDS_NS
+                self.outbox.tokens(request_id, epoch, gateway, deadline_ns, first_index, tokens, finish)
+                self._ctx.metrics.tokens.labels("decode").inc(len(tokens))
+            case GiveUp(request_id, epoch, gateway, error, may_retry):
+                _log.warning("request given up request=%s epoch=%d cause=%s", request_id, epoch, error)
+                self.outbox.give_up(request_id, epoch, gateway, error, may_retry=may_retry)
+            case RegisterLength(request_id, epoch, num_tokens):
+                self._register(request_id, epoch, num_tokens)
+            case Retire(request_id):
+                self._ctx.metadata.retire(request_id)
+                stop = self._stops.get((request_id, effect.epoch))
+                if stop is not None:
+                    stop.set()
+            case NotePreempted(request_id, epoch):
+                _log.info("request preempted request=%s epoch=%d", request_id, epoch)
+                self._ctx.metrics.preemptions.inc()
+                self._ctx.metadata.retire(request_id)
+        self._ctx.flush_pool_events()
+
+    def _reply(self, reply: DecodeReserved) -> None:
+        asked = self._asked.pop((RequestId(reply.request_id), reply.epoch), None)
+        if asked is not None:
+            asked.reply(reply)
+
+    def _open_inbound(self, effect: OpenInbound) -> None:
+        request_id, epoch = effect.request_id, effect.epoch
+        seq = self.machine.sequence(request_id, epoch)
+        assert seq is not None, effect
+        size = self._ctx.block_size
+        grant = self._ctx.transfers.grant_writes(
+            request_id, effect.refs, seq_start=effect.first_block * size, seq_end=len(seq.tokens) - 1
+        )
+        left_ms = max(1, (seq.deadline_ns - self._ctx.clock.monotonic_ns()) // 1_000_000)
+        inbound = self._ctx.transfers.expect(request_id, grant, timeout_ms=left_ms)
+        arriving = _Arriving(inbound, tuple(ref.slot for ref in effect.refs))
+        self._arriving[request_id, epoch] = arriving
+        self.start_job(("inbound", request_id, epoch), self._receive(request_id, epoch, arriving), _as_event)
+        self._reply(DecodeReserved(request_id, epoch, effect.cached_tokens, effect.first_block, grant.to_bytes()))
+
+    async def _receive(self, request_id: RequestId, epoch: int, arriving: _Arriving) -> DecodeEvent:
+        """Follow one hand-over to its end; the event that says how it ended comes when memory is quiet."""
+        result: TransferStats | KVError | None = None
+        try:
+            result = await self._take_in(request_id, epoch, arriving)
+        except KVError as error:
+            result = error
+        except asyncio.CancelledError:
+            if not arriving.closing:
+                raise
+        await arriving.inbound.released()
+        del self._arriving[request_id, epoch]
+        if arriving.closing or result is None:
+            ended = UnknownRequestError(node=self._ctx.node_id, request_id=request_id, epoch=epoch)
+            arriving.answer(ended)
+            return InboundClosed(request_id, epoch)
+        if isinstance(result, KVError):
+            self._ctx.metrics.transfer_failed(type(result).__name__)
+            arriving.answer(result)
+            return HandoverFailed(request_id, epoch, result)
+        now_ns = self._ctx.clock.monotonic_ns()
+        self._ctx.metrics.transfer_done(now_ns, result.transport, result.nbytes, result.duration_ns, result.retries)
+        arriving.answer(HandoverAccepted(request_id, epoch))
+        return HandoverVerified(request_id, epoch)
+
+    async def _take_in(self, request_id: RequestId, epoch: int, arriving: _Arriving) -> TransferStats:
+        """Follow the layers as they come, then compare the checksum over all of them."""
+        for layer in range(self._ctx.num_layers):
+            await arriving.inbound.layer_ready(layer)
+            self.complete(LayerArrived(request_id, epoch, layer + 1))
+        stats = await arriving.inbound.done()
+        asked = await asyncio.shield(arriving.checksum)
+        self._compare(request_id, arriving, asked)
+        return stats
+
+    def _compare(self, request_id: RequestId, arriving: _Arriving, asked: Request[HandoverDone]) -> None:
+        """The entry's checksum, ours against the sender's (C4)."""
+        have, want = self._ctx.entry_checksum(arriving.slots), int.from_bytes(asked.message.checksum, "big")
+        if have != want:
+            raise HandoverChecksumError(request_id=request_id, num_blocks=len(arriving.slots), have=have, want=want)
+
+    def _start_compute(self, effect: StartCompute) -> None:
+        key = (effect.request_id, effect.epoch)
+        stop = self._stops[key] = threading.Event()
+        arena = self._ctx.arena
+
+        def call() -> None:
+            sink = SealingSink(arena, effect.slots)
+            run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, effect.slots, sink, stop)
+
+        async def compute() -> DecodeEvent:
+            error: KVError | None = None
+            try:
+                await asyncio.shield(self._ctx.compute.run(call))
+            except KVError as failure:
+                error = failure
+            del self._stops[key]
+            if error is None:
+                self._ctx.metrics.tokens.labels("prefill").inc(effect.stop - effect.start)
+            return Computed(*key, error=error)
+
+        self.start_job(("compute", *key), compute(), _as_event)
+
+    def _start_step(self, effect: StartStep) -> None:
+        arena, items = self._ctx.arena, effect.items
+        arrivals: dict[RequestId, LayerArrival] = {
+            item.request_id: self._arriving[item.request_id, item.epoch].inbound.arrival
+            for item in items
+            if item.arriving
+        }
+
+        async def step() -> DecodeEvent:
+            try:
+                call = self._ctx.compute.run(lambda: run_step(self._model, arena, items, arrivals))
+                return StepFinished(await asyncio.shield(call))
+            except KVError as error:
+                # The engine refused the batch before it wrote anything: none of them can go on.
+                return StepFinished(tuple(StepOutcome(item.request_id, item.epoch, error) for item in items))
+
+        self.start_job("step", step(), _as_event)
+
+    def _register(self, request_id: RequestId, epoch: int, num_tokens: int) -> None:
+        seq = self.machine.sequence(request_id, epoch)
+        if seq is None:
+            return
+        full = num_tokens // self._ctx.block_size
+        checksum = self._ctx.entry_checksum([ref.slot for ref in seq.refs[:full]])
+        self._ctx.metadata.register_length(request_id, num_tokens, checksum)
+
+
+_LAST_WORDS_NS = 10_000_000_000
+
+
+def _key(message: ReserveDecode | HandoverDone) -> _Key:
+    return RequestId(message.request_id), message.epoch
+
+
+def _as_event(outcome: DecodeEvent | KVError) -> DecodeEvent:
+    if isinstance(outcome, KVError):
+        raise outcome
+    return outcome

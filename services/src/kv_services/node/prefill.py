@@ -1,0 +1,338 @@
+"""The prefill role: performs what `PrefillMachine` decides, on the bus, the transfers and the compute thread."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_bus.actor import Actor
+from kv_bus.interface import DEFERRED, Reply, Request
+from kv_core.block import BlockRef
+from kv_core.errors import KVError, LocalProtocolError
+from kv_core.hashing import token_digest
+from kv_core.ids import NodeId, RequestId
+from kv_services.engine.interface import Model
+from kv_services.messages import (
+    HandoverAccepted,
+    HandoverDone,
+    LeasePrefix,
+    NamespaceFields,
+    PrefillDone,
+    PrefixLeased,
+    ReleaseLease,
+    RunPrefill,
+)
+from kv_services.node.compute import BlockCopy, run_prefill
+from kv_services.node.context import NodeContext
+from kv_services.node.prefill_events import (
+    AbortHandover,
+    CancelCompute,
+    FinishHandover,
+    HandoverEnded,
+    HandoverStats,
+    OpenHandover,
+    PrefillAsked,
+    PrefillComputed,
+    PrefillEffect,
+    PrefillEndAsked,
+    PrefillEvent,
+    PrepareBlocks,
+    Pulled,
+    ReplyDone,
+    ReplyFailed,
+    StartPrefill,
+    StartPull,
+)
+from kv_services.node.prefill_state import PrefillMachine
+from kv_transport import Handover, ReadGrant, TransferPriority, WriteGrant
+
+_log = logging.getLogger(__name__)
+_Key = tuple[RequestId, int]
+
+
+class _Sending:
+    """One hand-over at the sender, and the layers that were written before it could be opened."""
+
+    def __init__(self, effect: OpenHandover, deadline_ns: int) -> None:
+        self.refs = effect.refs
+        self.first_block = effect.first_block
+        self.ready_blocks = effect.ready_blocks
+        self.deadline_ns = deadline_ns
+        self.handover: Handover | None = None
+        self.opened = asyncio.get_running_loop().create_future()
+        self.finish = asyncio.get_running_loop().create_future()
+        self.aborted: KVError | None = None
+        self._early: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def layer_written(self, layer: int, first_block: int, end_block: int) -> None:
+        """In the compute thread: send what the decode node lacks of these blocks."""
+        with self._lock:
+            if self.handover is None:
+                self._early.append((layer, first_block, end_block))
+                return
+        self._submit(self.handover, layer, first_block, end_block)
+
+    def begin(self, handover: Handover, num_layers: int) -> None:
+        """On the loop: send what was complete before, layer by layer, then what was written meanwhile."""
+        if self.ready_blocks > self.first_block:
+            blocks = self.refs[self.first_block : self.ready_blocks]
+            for layer in range(num_layers):
+                handover.submit(layer, blocks, 0)
+        with self._lock:
+            early, self._early = self._early, []
+            self.handover = handover
+        for layer, first_block, end_block in early:
+            first = max(first_block, self.first_block)
+            if first < end_block:
+                handover.submit(layer, self.refs[first:end_block], first - self.first_block)
+
+    def _submit(self, handover: Handover, layer: int, first_block: int, end_block: int) -> None:
+        first = max(first_block, self.first_block)
+        if first < end_block:
+            handover.submit_threadsafe(layer, self.refs[first:end_block], first - self.first_block)
+
+
+class _PrefillSink:
+    """Seals what is written, and hands over what the decode node lacks of it."""
+
+    def __init__(self, ctx: NodeContext, sending: _Sending, slots: Sequence[int]) -> None:
+        self._arena = ctx.arena
+        self._sending = sending
+        self._slots = slots
+
+    def layer_written(self, layer: int, first_block: int, end_block: int) -> None:
+        self._arena.seal(layer, self._slots[first_block:end_block])
+        self._sending.layer_written(layer, first_block, end_block)
+
+
+class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
+    """Runs the prefill machine of one node."""
+
+    def __init__(self, ctx: NodeContext, model: Model, machine: PrefillMachine) -> None:
+        super().__init__("prefill", machine, clock=ctx.clock)
+        self.machine = machine
+        self._ctx = ctx
+        self._model = model
+        self._asked: dict[_Key, Request[RunPrefill]] = {}
+        self._sending: dict[_Key, _Sending] = {}
+        self._stops: dict[_Key, threading.Event] = {}
+
+    def listen(self) -> None:
+        """Take requests from the bus."""
+        self._ctx.bus.handle(RunPrefill, self._on_run)
+
+    async def close(self) -> None:
+        for stop in self._stops.values():
+            stop.set()
+        await super().close()
+
+    async def _on_run(self, request: Request[RunPrefill]) -> Reply:
+        message = request.message
+        key = (RequestId(message.request_id), message.epoch)
+        namespace = message.namespace.namespace()
+        if message.after:
+            await self._ctx.metadata.caught_up(message.after, request.deadline_ns)
+        if key in self._asked:
+            raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
+        now_ns = self._ctx.clock.monotonic_ns()
+        event = PrefillAsked(
+            now_ns=now_ns,
+            request_id=key[0],
+            epoch=message.epoch,
+            gateway=request.sender,
+            namespace=namespace,
+            tokens=tuple(np.frombuffer(message.tokens, dtype="<u4").tolist()),
+            decode_node=NodeId(message.decode_node),
+            first_block=message.first_block,
+            deadline_ns=now_ns + message.deadline_ns,
+        )
+        self.post(event)
+        self._asked[key] = request
+        request.on_abandoned(lambda: self._abandoned(key))
+        return DEFERRED
+
+    def _abandoned(self, key: _Key) -> None:
+        if key in self._asked:
+            self.complete(PrefillEndAsked(*key, cause="its gateway stopped waiting"))
+
+    def perform(self, effect: PrefillEffect) -> None:
+        key: _Key
+        match effect:
+            case PrepareBlocks(refs):
+                self._ctx.prepare(refs)
+            case StartPull(request_id, epoch):
+                self.start_job(("pull", request_id, epoch), self._pull(effect), _as_event)
+            case OpenHandover(request_id, epoch):
+                self._open(effect)
+            case StartPrefill(request_id, epoch):
+                self._compute(effect)
+            case CancelCompute(request_id, epoch):
+                stop = self._stops.get((request_id, epoch))
+                if stop is not None:
+                    stop.set()
+            case FinishHandover(request_id, epoch):
+                sending = self._sending.get((request_id, epoch))
+                if sending is not None and not sending.finish.done():
+                    sending.finish.set_result(None)
+            case AbortHandover(request_id, epoch, error):
+                key = (request_id, epoch)
+                sending = self._sending.get(key)
+                if sending is not None:
+                    sending.aborted = error
+                    self.cancel_wait(sending)
+            case ReplyDone():
+                self._done(effect)
+            case ReplyFailed(request_id, epoch, error):
+                asked = self._asked.pop((request_id, epoch), None)
+                if asked is not None:
+                    asked.fail(error)
+        self._ctx.flush_pool_events()
+
+    def cancel_wait(self, sending: _Sending) -> None:
+        """Wake the hand-over's job, which sees that it was aborted."""
+        if not sending.finish.done():
+            sending.finish.set_result(None)
+
+    def _open(self, effect: OpenHandover) -> None:
+        key = (effect.request_id, effect.epoch)
+        job = self.machine.job(*key)
+        assert job is not None, effect
+        sending = self._sending[key] = _Sending(effect, job.deadline_ns)
+        grant = WriteGrant.from_bytes(self._asked[key].message.grant)
+        self.start_job(("handover", *key), self._hand_over(key, effect, grant, sending), _as_event)
+
+    async def _hand_over(self, key: _Key, effect: OpenHandover, grant: WriteGrant, sending: _Sending) -> PrefillEvent:
+        """One hand-over from its opening to the decode node's word that the entry is right."""
+        handover: Handover | None = None
+        result: HandoverStats | KVError
+        try:
+            await self._ctx.introductions.ensure(effect.decode_node, sending.deadline_ns)
+            handover = self._ctx.transfers.open_handover(key[0], grant, TransferPriority.HIGH)
+            sending.begin(handover, self._ctx.num_layers)
+            await sending.finish
+            if sending.aborted is not None:
+                raise sending.aborted
+            left_ns = sending.deadline_ns - self._ctx.clock.monotonic_ns()
+            stats = await handover.finish(max(1, left_ns // 1_000_000))
+            await self._confirm(key, effect, sending)
+            result = HandoverStats(stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns)
+        except KVError as error:
+            result = error
+        if handover is not None and isinstance(result, KVError):
+            await handover.cancel()
+        del self._sending[key]
+        now_ns = self._ctx.clock.monotonic_ns()
+        metrics = self._ctx.metrics
+        if isinstance(result, HandoverStats):
+            metrics.transfer_done(now_ns, result.transport, result.nbytes, result.duration_ns, result.retries)
+        elif sending.aborted is None:
+            metrics.transfer_failed(type(result).__name__)
+            stop = self._stops.get(key)
+            if stop is not None:
+                # Computing on would be for nobody.
+                stop.set()
+        return HandoverEnded(*key, result=result)
+
+    async def _confirm(self, key: _Key, effect: OpenHandover, sending: _Sending) -> None:
+        """Have the decode node compare the checksum over all block CRCs with ours (C4)."""
+        job = self.machine.job(*key)
+        assert job is not None, key
+        checksum = self._ctx.entry_checksum([ref.slot for ref in sending.refs[sending.first_block :]])
+        self._ctx.metadata.register_length(key[0], job.num_needed, checksum)
+        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), self._ctx.metadata.token())
+        await self._ctx.bus.request(effect.decode_node, done, expect=HandoverAccepted, deadline_ns=sending.deadline_ns)
+        self._ctx.metadata.retire(key[0])
+
+    def _compute(self, effect: StartPrefill) -> None:
+        key = (effect.request_id, effect.epoch)
+        stop = self._stops[key] = threading.Event()
+        arena = self._ctx.arena
+        slots = tuple(ref.slot for ref in effect.refs)
+        sink = _PrefillSink(self._ctx, self._sending[key], slots)
+        copy = BlockCopy(effect.copy.src, effect.copy.dst, effect.copy.num_tokens) if effect.copy else None
+
+        def call() -> None:
+            run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, slots, sink, stop, copy)
+
+        async def compute() -> PrefillEvent:
+            error: KVError | None = None
+            try:
+                await asyncio.shield(self._ctx.compute.run(call))
+            except KVError as failure:
+                error = failure
+            del self._stops[key]
+            return PrefillComputed(self._ctx.clock.monotonic_ns(), *key, error=error)
+
+        self.start_job(("compute", *key), compute(), _as_event)
+
+    async def _pull(self, effect: StartPull) -> PrefillEvent:
+        """Lease a prefix at its holder and read the blocks that are missing here."""
+        ctx, key, plan = self._ctx, (effect.request_id, effect.epoch), effect.plan
+        job = self.machine.job(*key)
+        assert job is not None, effect
+        try:
+            await ctx.introductions.ensure(plan.holder, job.deadline_ns)
+            end = plan.first_block + plan.num_blocks
+            ask = LeasePrefix(
+                namespace=NamespaceFields.of(effect.namespace),
+                sequence=effect.block_hash.sequence,
+                check=effect.block_hash.check,
+                first_block=plan.first_block,
+                num_blocks=end,
+                token_digest=token_digest(effect.tokens[: end * ctx.block_size]),
+                lease_ns=ctx.config.limits.lease_ms * 1_000_000,
+            )
+            leased = await ctx.bus.request(plan.holder, ask, expect=PrefixLeased, deadline_ns=job.deadline_ns)
+            try:
+                nbytes = await self._read(ReadGrant.from_bytes(leased.grant), effect.refs)
+            finally:
+                ctx.bus.send(plan.holder, ReleaseLease(leased.lease_id))
+        except KVError as error:
+            _log.warning("prefix not fetched request=%s holder=%s cause=%s", key[0], plan.holder, error)
+            ctx.metrics.transfer_failed(type(error).__name__)
+            return Pulled(*key, error=error)
+        return Pulled(*key, nbytes=nbytes)
+
+    async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef]) -> int:
+        future = self._ctx.transfers.fetch(grant, refs, TransferPriority.HIGH)
+        stats = await future.wait(self._ctx.config.limits.lease_ms)
+        now_ns = self._ctx.clock.monotonic_ns()
+        self._ctx.metrics.transfer_done(now_ns, stats.transport, stats.nbytes, stats.duration_ns, stats.retries)
+        return stats.nbytes
+
+    def _done(self, effect: ReplyDone) -> None:
+        metrics = self._ctx.metrics
+        metrics.found_tokens("local", effect.local_tokens)
+        metrics.found_tokens("peer", effect.pulled_tokens)
+        metrics.found_tokens("computed", effect.computed_tokens)
+        metrics.tokens.labels("prefill").inc(effect.computed_tokens)
+        asked = self._asked.pop((effect.request_id, effect.epoch), None)
+        if asked is None:
+            return
+        stats = effect.stats
+        asked.reply(
+            PrefillDone(
+                request_id=effect.request_id,
+                epoch=effect.epoch,
+                local_tokens=effect.local_tokens,
+                pulled_tokens=effect.pulled_tokens,
+                computed_tokens=effect.computed_tokens,
+                bytes_moved=stats.nbytes,
+                bytes_pulled=effect.bytes_pulled,
+                units=stats.units,
+                retries=stats.retries,
+                transport=stats.transport,
+                handover_ns=stats.duration_ns,
+                queued_ns=effect.queued_ns,
+                compute_ns=effect.compute_ns,
+            )
+        )
+
+
+def _as_event(outcome: PrefillEvent | KVError) -> PrefillEvent:
+    if isinstance(outcome, KVError):
+        raise outcome
+    return outcome
