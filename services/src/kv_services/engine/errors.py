@@ -112,3 +112,10 @@ class SamplingError(EngineError):
 
     code = 7330
     template = "{field} is {value}: {expected}"
+
+
+class NoSlotsError(EngineError):
+    """A batch of the single-process engine needs more blocks than its arena has, even with nothing kept for reuse."""
+
+    code = 7340
+    template = "{need} blocks are needed, {free} are free"

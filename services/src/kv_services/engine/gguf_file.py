@@ -105,6 +105,8 @@ class GgufLlama:
             eos_ids = tuple(dict.fromkeys(token for token in named if 0 <= token < len(tokens)))
             bos = self._int("tokenizer.ggml.bos_token_id", -1)
             types = [value for value in self._values("tokenizer.ggml.token_type") if isinstance(value, int)]
+            if types and len(types) != len(tokens):
+                self._broken(f"{len(tokens)} tokens, but {len(types)} token types")
             return TextMetadata(
                 kind=self._string("tokenizer.ggml.model"),
                 pre=self._string("tokenizer.ggml.pre", "default"),

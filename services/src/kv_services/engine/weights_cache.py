@@ -32,8 +32,15 @@ _INDEX, _WEIGHTS, _TOKENIZER = "index.json", "weights.f32", "tokenizer.json"
 
 
 class TextInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of the text metadata is not in `tokenizer.json`."""
+    """What of the text metadata is not in `tokenizer.json`.
 
+    Attributes:
+        control_ids: special tokens without text.
+        literal_ids: special tokens that are text and never cut.
+    """
+
+    control_ids: tuple[int, ...]
+    literal_ids: tuple[int, ...]
     bos_id: int | None
     eos_ids: tuple[int, ...]
     adds_bos: bool
