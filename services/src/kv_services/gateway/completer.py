@@ -13,7 +13,7 @@ Contract of a stream, which both sides keep:
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
@@ -183,18 +183,21 @@ class RequestRecord:
     """How one request went, for counters and logs; handed to the front's observer when it is over.
 
     Attributes:
+        tenant: "" when nobody's key came.
         outcome: "ok", "disconnected", or the OpenAI error code it ended with.
+        user: what the client calls its own user.
         ttft_ns: from the whole request read to the first token; None without one.
         duration_ns: from the whole request read to the end.
     """
 
     request_id: RequestId
     tenant: TenantId
-    model: str
+    model: str = ""
+    user: str = ""
     outcome: str = "ok"
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     ttft_ns: int | None = None
     duration_ns: int = 0
-    timings: Timings | None = field(default=None)
+    timings: Timings | None = None

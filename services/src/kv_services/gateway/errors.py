@@ -161,6 +161,13 @@ class OpenGatewayError(GatewayError):
     template = "no API key is configured, so the gateway binds loopback only, not {host}: add a tenant with a key"
 
 
+class BindError(GatewayError):
+    """The address cannot be served."""
+
+    code = 7221
+    template = "cannot serve HTTP on {host}:{port}: {reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class HttpFault:
     """An error as HTTP says it.
