@@ -97,13 +97,6 @@ class PeerQueueFull(BusError, RetryableError):
     template = "queue to {node} is full ({waiting} messages, {waiting_bytes} bytes wait)"
 
 
-class MessageTooLarge(BusError):
-    """The encoded message exceeds the bus's limit; nothing was sent."""
-
-    code = 2017
-    template = "{message} of {nbytes} bytes exceeds the limit of {limit}"
-
-
 class NoHandler(BusError):
     """The receiving node handles no message of this type."""
 

@@ -184,13 +184,14 @@ class PeerAddress:
         node_id: its name, which its key must belong to.
         requests: where it takes requests, as `tcp://host:port`.
         events: where it publishes, as `tcp://host:port`.
-        public_key: its CURVE key in Z85; empty takes it from the allow-list.
+
+    Its key comes from the cluster's allow-list, nowhere else. Hosts are IP addresses: libzmq would resolve a name in
+    its only IO thread, where a silent name server delays everybody.
     """
 
     node_id: NodeId
     requests: str
     events: str
-    public_key: str = ""
 
 
 class PeerState(Enum):
@@ -208,6 +209,7 @@ class PeerStatus:
     """A line of the peers table."""
 
     address: PeerAddress
+    public_key: str
     state: PeerState
     incarnation: Incarnation
     queued: int

@@ -46,6 +46,10 @@ PENDING_CALLS_MAX: Final = 65_536
 SOCKET_HWM: Final = 8192
 """Messages libzmq itself may hold per connection. Above the bounds of our own queues, so that ours decide."""
 
+RECEIVE_HWM: Final = 1024
+"""Frames libzmq reads ahead per connection; TCP then slows the sender down. With frames of the largest size this is
+8 GiB per peer, which only an admitted peer can bring about."""
+
 EVENT_HWM: Final = 65_536
 """Events libzmq holds for one slow subscriber; beyond it they are dropped, and the subscriber sees a gap."""
 
@@ -67,6 +71,12 @@ HELLO_TIMEOUT_NS: Final = 2 * S
 REFUSED_RETRY_NS: Final = S // 4
 """A peer that refused our key is tried again at the first call after this long; until then calls fail at once."""
 
+SUBSCRIBE_RETRY_NS: Final = S
+"""A publisher that refused our key is tried again at this pace as long as somebody listens."""
+
+REPLY_RETRY_NS: Final = 5 * MS
+"""Pause before replies to a caller that reads slowly are tried again."""
+
 BIND_RETRY_NS: Final = 2 * S
 """A port that our previous life has just left is tried for this long before the start fails."""
 
@@ -78,6 +88,12 @@ HEARTBEAT_INTERVAL_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 8_000
 """A connection without any sign of life for this long is closed, and its calls fail. An idle one stays: the
 heartbeats themselves are a sign of life."""
+
+HANDSHAKE_TIMEOUT_MS: Final = 5_000
+"""A connection that has not authenticated by then is closed."""
+
+CLOSE_LINGER_MS: Final = 200
+"""How long a closing bus lets handed-over frames leave."""
 
 CONNECT_TIMEOUT_MS: Final = 5_000
 """A TCP connect that meets silence is given up and tried again."""

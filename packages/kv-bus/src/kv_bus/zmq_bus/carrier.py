@@ -1,0 +1,312 @@
+"""ZeroMQ as a carrier: one ROUTER for requests, one PUB for events, a DEALER and a SUB per peer that is used.
+
+Frames are single: what comes in several parts is refused. Routing ids are libzmq's own, new for every connection, so
+that no peer can take another's name, and a reply to a connection that broke reaches nobody.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import zmq
+
+from kv_bus.carrier import CarrierStats, EventSink, LinkSink, ReplyOutcome, RequestSink
+from kv_bus.errors import BindFailed, KeyFileError
+from kv_bus.interface import PeerAddress
+from kv_bus.keys import AllowList, AllowListSource, KeyPair
+from kv_bus.limits import ALLOW_LIST_POLL_NS, BIND_RETRY_NS, CLOSE_LINGER_MS, MS, REPLY_RETRY_NS
+from kv_bus.zmq_bus.monitor import ConnectionEvent, Monitor
+from kv_bus.zmq_bus.pump import Pump
+from kv_bus.zmq_bus.sockets import new_context, parse_address, require_libzmq, server_socket
+from kv_bus.zmq_bus.wires import DealerWire, Dialer, SubWire
+from kv_bus.zmq_bus.zap import ZapHandler, user_id
+from kv_core.clock import Clock
+from kv_core.ids import Incarnation, NodeId
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ZmqBusConfig:
+    """What a node needs to join its cluster's bus.
+
+    Args:
+        node_id: must be the owner of `keys`.
+        incarnation: which life of the node this is.
+        requests, events: where to bind, as `tcp://<IP>:<port>`. Take ports below the ephemeral range (`pick_ports`).
+        keys: our key pair.
+        allow_list: the keys of the cluster, ours among them.
+    """
+
+    node_id: NodeId
+    incarnation: Incarnation
+    requests: str
+    events: str
+    keys: KeyPair
+    allow_list: AllowListSource
+
+
+class ZmqCarrier:
+    """See the module."""
+
+    def __init__(self, config: ZmqBusConfig, clock: Clock) -> None:
+        self._version = require_libzmq()
+        self._requests_at = parse_address(config.requests)
+        self._events_at = parse_address(config.events)
+        listed = config.allow_list.current.keys.get(config.node_id)
+        if config.keys.node_id != config.node_id or listed != config.keys.public_key:
+            cause = f"the key of {config.keys.node_id} is not the one the allow-list has for {config.node_id}"
+            raise KeyFileError(path="key pair", cause=cause)
+        self._config = config
+        self._clock = clock
+        self._monotonic_ns = clock.monotonic_ns
+        self._allow_list = config.allow_list
+        self._known: AllowList = config.allow_list.current
+        self._owners = _owners(self._known)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sink: RequestSink | None = None
+        self._zap: ZapHandler | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._router_pump: Pump | None = None
+        self._publisher: zmq.Socket[bytes] | None = None
+        self._router_monitor: Monitor | None = None
+        self._publisher_monitor: Monitor | None = None
+        self._rebinding: asyncio.Task[None] | None = None
+        self._dialer: Dialer | None = None
+        self._poll: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._skipping = False
+        self._turns_cut = 0
+        self._refused: dict[str, int] = {}
+
+    @property
+    def cluster(self) -> str:
+        return self._known.cluster
+
+    async def open(self, sink: RequestSink) -> None:
+        """See `Carrier.open`."""
+        loop = asyncio.get_running_loop()
+        _log.info(
+            "bus starts node=%s incarnation=%d libzmq=%s requests=%s events=%s curve=on",
+            self._config.node_id,
+            self._config.incarnation,
+            self._version,
+            self._config.requests,
+            self._config.events,
+        )
+        self._sink = sink
+        context = self._context = new_context()
+        keys = self._config.keys
+        try:
+            # First of all, so that there is no moment in which libzmq would ask nobody.
+            self._zap = ZapHandler(context, self._allow_list, self._look_at_keys, self._monotonic_ns, self._failed)
+            self._router, self._router_monitor = await self._bound(zmq.ROUTER, self._config.requests)
+            self._publisher, self._publisher_monitor = await self._bound(zmq.PUB, self._config.events)
+        except BaseException:
+            await self.close()
+            raise
+        self._router_pump = Pump(self._router, self._read_request, self._monotonic_ns, self._failed)
+        self._dialer = Dialer(context, keys, self._key_for, self._monotonic_ns, loop.call_soon, self._failed)
+        self._poll = loop.call_later(ALLOW_LIST_POLL_NS / 1e9, self._poll_keys)
+
+    def stop_receiving(self) -> None:
+        """See `Carrier.stop_receiving`."""
+        if self._router_pump is not None:
+            self._turns_cut += self._router_pump.turns_cut
+            self._router_pump.stop()
+            self._router_pump = None
+
+    async def close(self) -> None:
+        """See `Carrier.close`."""
+        self.stop_receiving()
+        for timer in (self._poll, self._retry):
+            if timer is not None:
+                timer.cancel()
+        self._poll = self._retry = None
+        if self._rebinding is not None:
+            self._rebinding.cancel()
+            await asyncio.gather(self._rebinding, return_exceptions=True)
+        for wire in list(self._dialer.wires) if self._dialer is not None else []:
+            wire.close(CLOSE_LINGER_MS)
+        for monitor in (self._router_monitor, self._publisher_monitor):
+            if monitor is not None:
+                monitor.close()
+        self._router_monitor = self._publisher_monitor = None
+        for socket in (self._router, self._publisher):
+            if socket is not None:
+                socket.close(CLOSE_LINGER_MS)
+        self._router = self._publisher = None
+        if self._zap is not None:
+            self._zap.close()
+        context, self._context = self._context, None
+        if context is not None:
+            # It waits for what lingers, so not on the loop.
+            await asyncio.get_running_loop().run_in_executor(None, context.term)
+
+    def key_of(self, node_id: NodeId) -> str:
+        """See `Carrier.key_of`."""
+        return self._known.keys.get(node_id, "")
+
+    def check_address(self, peer: PeerAddress) -> None:
+        """See `Carrier.check_address`."""
+        parse_address(peer.requests)
+        parse_address(peer.events)
+
+    def connect(self, peer: PeerAddress, sink: LinkSink) -> DealerWire:
+        """See `Carrier.connect`."""
+        assert self._dialer is not None, "connect before open"
+        return DealerWire(self._dialer, peer, sink)
+
+    def subscribe(self, peer: PeerAddress, sink: EventSink) -> SubWire:
+        """See `Carrier.subscribe`."""
+        assert self._dialer is not None, "subscribe before open"
+        return SubWire(self._dialer, peer, sink)
+
+    def reply(self, route: bytes, data: bytes) -> ReplyOutcome:
+        """See `Carrier.reply`."""
+        router = self._router
+        if router is None:
+            return ReplyOutcome.GONE
+        try:
+            router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            if self._retry is None and self._sink is not None:
+                # A ROUTER says of no single peer that it takes messages again.
+                self._retry = asyncio.get_running_loop().call_later(REPLY_RETRY_NS / 1e9, self._retry_replies)
+            return ReplyOutcome.BUSY
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return ReplyOutcome.GONE
+        router.send(data, zmq.NOBLOCK)
+        if self._router_pump is not None:
+            self._router_pump.poke()
+        return ReplyOutcome.SENT
+
+    def publish(self, data: bytes) -> None:
+        """See `Carrier.publish`."""
+        if self._publisher is not None:
+            self._publisher.send(data, zmq.NOBLOCK)
+
+    def stats(self) -> CarrierStats:
+        pump, zap, dialer = self._router_pump, self._zap, self._dialer
+        cut = self._turns_cut + (pump.turns_cut if pump is not None else 0)
+        return CarrierStats(
+            turns_cut=cut + (dialer.turns_cut() if dialer is not None else 0),
+            auth_admitted=zap.admitted if zap is not None else 0,
+            auth_refused=zap.denied if zap is not None else 0,
+            refused=dict(self._refused),
+        )
+
+    async def _bound(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], Monitor]:
+        """A server socket, bound; our previous life may still be letting go of the port."""
+        assert self._context is not None
+        parsed = parse_address(address)
+        socket = server_socket(self._context, kind, self._config.keys, self._known.cluster, parsed)
+        monitor = Monitor(self._context, socket, self._server_event, self._monotonic_ns, self._failed)
+        until_ns = self._monotonic_ns() + BIND_RETRY_NS
+        while True:
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or self._monotonic_ns() >= until_ns:
+                    monitor.close()
+                    socket.close(0)
+                    raise BindFailed(address=address, cause=str(error)) from None
+            else:
+                return socket, monitor
+            try:
+                await asyncio.sleep(10 * MS / 1e9)
+            except asyncio.CancelledError:
+                monitor.close()
+                socket.close(0)
+                raise
+
+    def _read_request(self) -> bool:
+        router, sink = self._router, self._sink
+        assert router is not None and sink is not None
+        try:
+            if self._skipping:
+                self._skipping = bool(router.recv(zmq.NOBLOCK, copy=False).more)
+                return True
+            route = router.recv(zmq.NOBLOCK)
+            # Not copied, because only a frame of libzmq's knows the user id of its connection.
+            frame = router.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        if frame.more:
+            self._skipping = True
+            self._count("several_parts")
+            return True
+        owner = self._owners.get(str(frame.get("User-Id")))
+        if owner is None:
+            # Its key has left the list since the connection was made.
+            self._count("key_revoked")
+            return True
+        sink.request_arrived(owner, route, frame.bytes)
+        return True
+
+    def _server_event(self, event: ConnectionEvent, value: int) -> None:
+        if event in (ConnectionEvent.AUTH_FAILED, ConnectionEvent.HANDSHAKE_FAILED):
+            self._count("handshake")
+
+    def _retry_replies(self) -> None:
+        self._retry = None
+        if self._sink is not None:
+            self._sink.replies_writable()
+
+    def _poll_keys(self) -> None:
+        if self._allow_list.refresh():
+            self._look_at_keys()
+        self._poll = asyncio.get_running_loop().call_later(ALLOW_LIST_POLL_NS / 1e9, self._poll_keys)
+
+    def _look_at_keys(self) -> None:
+        """Act on a list that changed: connections whose key is no longer the listed one end."""
+        before, self._known = self._known, self._allow_list.current
+        self._owners = _owners(self._known)
+        if self._known.cluster != before.cluster:
+            self._failed(KeyFileError(path="allow-list", cause="names another cluster now; restart to join it"))
+            return
+        for wire in list(self._dialer.wires) if self._dialer is not None else []:
+            if wire.public_key and self._key_for(wire.node_id) not in ("", wire.public_key):
+                wire.replace()
+        assert self._sink is not None
+        self._sink.keys_changed()
+        if any(self._known.keys.get(node_id) != key for node_id, key in before.keys.items()):
+            # libzmq cannot cut off one subscriber, so all have to authenticate again. They may see a gap.
+            self._start_rebind()
+        _log.info("allow-list changed nodes=%d", len(self._known.keys))
+
+    def _start_rebind(self) -> None:
+        if self._rebinding is None:
+            self._rebinding = asyncio.get_running_loop().create_task(self._rebind_publisher())
+
+    async def _rebind_publisher(self) -> None:
+        old, self._publisher = self._publisher, None
+        if old is None:
+            self._rebinding = None
+            return
+        if self._publisher_monitor is not None:
+            self._publisher_monitor.close()
+            self._publisher_monitor = None
+        old.close(0)
+        try:
+            self._publisher, self._publisher_monitor = await self._bound(zmq.PUB, self._config.events)
+        except BindFailed as error:
+            self._failed(error)
+        self._rebinding = None
+
+    def _key_for(self, node_id: str) -> str:
+        return self._known.keys.get(NodeId(node_id), "")
+
+    def _count(self, cause: str) -> None:
+        self._refused[cause] = self._refused.get(cause, 0) + 1
+
+    def _failed(self, error: BaseException) -> None:
+        assert self._sink is not None
+        self._sink.carrier_failed(error)
+
+
+def _owners(allow_list: AllowList) -> dict[str, NodeId]:
+    """ZAP user id to node, for the keys that are in the list now."""
+    return {user_id(node_id, key): node_id for node_id, key in allow_list.keys.items()}

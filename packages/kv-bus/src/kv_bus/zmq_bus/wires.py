@@ -1,0 +1,233 @@
+"""Outgoing connections: a DEALER for requests, a SUB for events, one socket of each per peer.
+
+A socket per peer keeps a silent one from holding up the rest, and makes it certain who sent what arrives: the owner of
+the key that the socket pins.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+from kv_bus.carrier import EventSink, LinkSink
+from kv_bus.interface import PeerAddress
+from kv_bus.keys import KeyPair
+from kv_bus.limits import RECEIVE_HWM
+from kv_bus.zmq_bus.monitor import ConnectionEvent, Monitor
+from kv_bus.zmq_bus.pump import Pump
+from kv_bus.zmq_bus.sockets import client_socket, parse_address
+
+_HANDSHAKES_MAX: Final = 3
+"""A peer that breaks off this many handshakes in a row does not have the key we expect; one may just be stopping."""
+
+_NO_KEY: Final = "its key is not in the allow-list"
+
+
+class Dialer:
+    """What every outgoing connection of one node needs."""
+
+    __slots__ = ("_cut", "call_soon", "context", "failed", "key_of", "keys", "monotonic_ns", "wires")
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: KeyPair,
+        key_of: Callable[[str], str],
+        monotonic_ns: Callable[[], int],
+        call_soon: Callable[[Callable[[], None]], object],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.context = context
+        self.keys = keys
+        self.key_of = key_of
+        self.monotonic_ns = monotonic_ns
+        self.call_soon = call_soon
+        self.failed = failed
+        self.wires: dict[ClientWire, None] = {}
+        self._cut = 0
+
+    def turns_cut(self) -> int:
+        """Turns that ended by their budget, of all connections there are and were."""
+        return self._cut + sum(wire.turns_cut for wire in self.wires)
+
+    def forget(self, wire: "ClientWire") -> None:
+        """A connection is closed for good."""
+        if self.wires.pop(wire, self) is None:
+            self._cut += wire.turns_cut
+
+
+class ClientWire:
+    """One socket to one peer, made anew whenever it has to be connected from scratch."""
+
+    kind = zmq.DEALER
+
+    def __init__(self, dialer: Dialer, node_id: str, address: str) -> None:
+        self._dialer = dialer
+        self.node_id = node_id
+        self._address = address
+        self._socket: zmq.Socket[bytes] | None = None
+        self._pump: Pump | None = None
+        self._monitor: Monitor | None = None
+        self._handshakes_failed = 0
+        self._closed = False
+        self.public_key = ""
+        self._past_cuts = 0
+        dialer.wires[self] = None
+        self._open()
+
+    @property
+    def turns_cut(self) -> int:
+        return self._past_cuts + (self._pump.turns_cut if self._pump is not None else 0)
+
+    def reconnect(self) -> None:
+        """Drop the connection and what it holds, and connect anew with the key the list has now."""
+        self._tear_down()
+        self._handshakes_failed = 0
+        self._open()
+
+    def replace(self) -> None:
+        """The peer has another key now: what was on the old connection is lost, and said to be."""
+        self._lost("its key changed")
+        self.reconnect()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._closed = True
+        self._tear_down(linger_ms)
+        self._dialer.forget(self)
+
+    def _open(self) -> None:
+        dialer = self._dialer
+        self.public_key = dialer.key_of(self.node_id)
+        if not self.public_key:
+            # Told from the loop, never from inside the call that wanted the connection.
+            dialer.call_soon(self._no_key)
+            return
+        address = parse_address(self._address)
+        socket = client_socket(dialer.context, self.kind, dialer.keys, self.public_key, address)
+        self._socket = socket
+        self._monitor = Monitor(dialer.context, socket, self._happened, dialer.monotonic_ns, dialer.failed)
+        self._pump = Pump(socket, self._read_one, dialer.monotonic_ns, dialer.failed)
+        socket.connect(self._address)
+
+    def _tear_down(self, linger_ms: int = 0) -> None:
+        if self._pump is not None:
+            self._past_cuts += self._pump.turns_cut
+            self._pump.stop()
+            self._pump = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._socket is not None:
+            self._socket.close(linger_ms)
+            self._socket = None
+
+    def _no_key(self) -> None:
+        if not self._closed and self._socket is None:
+            self._refused(_NO_KEY)
+
+    def _happened(self, event: ConnectionEvent, value: int) -> None:
+        match event:
+            case ConnectionEvent.CONNECTED:
+                self._handshakes_failed = 0
+                self._connected()
+            case ConnectionEvent.DISCONNECTED:
+                self._read_rest()
+                self._lost("connection closed")
+            case ConnectionEvent.RETRIED:
+                self._lost("no connection")
+            case ConnectionEvent.AUTH_FAILED:
+                # libzmq tries no more after this one.
+                self._give_up(f"it does not admit our key (status {value})")
+            case ConnectionEvent.HANDSHAKE_FAILED:
+                self._handshakes_failed += 1
+                if self._handshakes_failed >= _HANDSHAKES_MAX:
+                    self._give_up("handshakes fail: it has another key than the allow-list says, or is no bus")
+
+    def _give_up(self, cause: str) -> None:
+        self._tear_down()
+        self._refused(cause)
+
+    def _read_rest(self) -> None:
+        """What arrived before the connection closed still counts."""
+        for _ in range(RECEIVE_HWM):
+            if self._socket is None or not self._read_one():
+                return
+
+    def _read_one(self) -> bool:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._arrived(data)
+        return True
+
+    def _arrived(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _connected(self) -> None:
+        raise NotImplementedError
+
+    def _lost(self, cause: str) -> None:
+        raise NotImplementedError
+
+    def _refused(self, cause: str) -> None:
+        raise NotImplementedError
+
+
+class DealerWire(ClientWire):
+    """Requests out, replies in."""
+
+    kind = zmq.DEALER
+
+    def __init__(self, dialer: Dialer, peer: PeerAddress, sink: LinkSink) -> None:
+        self._sink = sink
+        super().__init__(dialer, peer.node_id, peer.requests)
+
+    def send(self, data: bytes) -> bool:
+        """See `Wire.send`."""
+        socket, pump = self._socket, self._pump
+        if socket is None or pump is None:
+            return False
+        try:
+            socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            pump.writable = self._sink.writable
+            pump.poke()
+            return False
+        pump.poke()
+        return True
+
+    def _arrived(self, data: bytes) -> None:
+        self._sink.reply_arrived(data)
+
+    def _connected(self) -> None:
+        self._sink.connected()
+
+    def _lost(self, cause: str) -> None:
+        self._sink.lost(cause)
+
+    def _refused(self, cause: str) -> None:
+        self._sink.refused(cause)
+
+
+class SubWire(ClientWire):
+    """Events in."""
+
+    kind = zmq.SUB
+
+    def __init__(self, dialer: Dialer, peer: PeerAddress, sink: EventSink) -> None:
+        self._sink = sink
+        super().__init__(dialer, peer.node_id, peer.events)
+
+    def _arrived(self, data: bytes) -> None:
+        self._sink.event_arrived(data)
+
+    def _connected(self) -> None:
+        """Nothing to do: what was missed shows in the numbers of the events."""
+
+    def _lost(self, cause: str) -> None:
+        """As above."""
+
+    def _refused(self, cause: str) -> None:
+        self._sink.refused(cause)
