@@ -1,6 +1,7 @@
 """A front on a free loopback port with a scripted completer behind it, and ways to talk to it."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -150,7 +151,8 @@ class Served:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Mapping[str, str], bytes]:
         """One request by a plain client: status, headers, body. A `bytes` body goes as it is, others as JSON."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        data = None if raw is None else io.BytesIO(raw)
         sent = {"Content-Type": "application/json"} | dict(headers or {})
         verb = method or ("GET" if body is None else "POST")
         async with (
