@@ -6,18 +6,52 @@ index, wait for them, release them. Adding an agent does not connect; the first 
 The agent owns every region, session, grant, lease and transfer of its process and can list them (`inventory`).
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+import secrets
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from kv_core.clock import Clock
+from kv_core.clock import Clock, SystemClock
 from kv_core.ids import Incarnation, NodeId, RegionId
+from kv_transport import limits
 from kv_transport.arena import Arena
+from kv_transport.auth import KEY_BYTES, session_key
+from kv_transport.backends.base import Backend, Surroundings
+from kv_transport.backends.shm import ShmBackend
+from kv_transport.backends.tcp import TcpBackend
 from kv_transport.config import TransportConfig
-from kv_transport.regions import Inventory, MemoryRegion, Notif, SharedBuffer, XferDesc
-from kv_transport.tickets import AgentMetadata
-from kv_transport.types import Access, TransferPriority, XferOp
+from kv_transport.descriptors import cut_units, split_pieces
+from kv_transport.errors import (
+    AgentClosed,
+    BackendUnavailable,
+    GrantRefused,
+    InvalidDescriptor,
+    StaleIncarnation,
+    TransferTooLarge,
+    UnknownPeer,
+    UnknownRegion,
+)
+from kv_transport.flow import Flow
+from kv_transport.leases import LeaseKeeper
+from kv_transport.ledger import Ledger
+from kv_transport.listing import inventory_of, peer_stats
+from kv_transport.peers import Peer
+from kv_transport.poster import LoopPoster
+from kv_transport.regions import Inventory, MemoryRegion, Notif, RegionTable, SharedBuffer, XferDesc, check_piece
+from kv_transport.stats import AgentStats
+from kv_transport.tickets import WIRE_VERSION, AgentMetadata, BackendAddress, ReadGrant, RegionInfo, WriteGrant
+from kv_transport.types import Access, PeerName, TransferPriority, XferOp
+from kv_transport.units import Unit
 from kv_transport.xfer import Xfer, XferDlist
+
+_log = logging.getLogger(__name__)
 
 
 class TransferAgent:
@@ -25,13 +59,71 @@ class TransferAgent:
 
     def __init__(
         self, node: NodeId, incarnation: Incarnation, config: TransportConfig, clock: Clock | None = None
-    ) -> None: ...
+    ) -> None:
+        self.name: Final = PeerName(node, incarnation)
+        self.config: Final = config
+        self.clock: Final[Clock] = clock or SystemClock()
+        self.regions: Final = RegionTable(node)
+        self._secret = secrets.token_bytes(KEY_BYTES)
+        self._host_id = _host_id()
+        self._backends: list[Backend] = []
+        self._peers: dict[NodeId, Peer] = {}
+        self._xfers: dict[str, Xfer] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._notifs: deque[Notif] = deque()
+        self._notified = asyncio.Event()
+        self._serial = 0
+        self._nonce = 0
+        self._started = self._closed = False
+        self._totals = _Totals()
+
+    # Life.
 
     async def start(self) -> None:
         """Bind what the configuration names. Raises `BackendUnavailable` with the reason."""
+        if self._started:
+            return
+        self.loop = asyncio.get_running_loop()
+        self.poster = LoopPoster(self.loop)
+        self.ledger = Ledger(self.regions, self.poster, self._deliver)
+        self.ledger.quarantine_max = self.config.quarantine_slots_max
+        self.leases = LeaseKeeper(self.ledger, self.loop, self.clock)
+        self._started = True
+        self._around = Surroundings(
+            me=self.name,
+            secret=self._secret,
+            config=self.config,
+            clock=self.clock,
+            loop=self.loop,
+            poster=self.poster,
+            ledger=self.ledger,
+            on_note=self._deliver,
+            spawn=self._spawn,
+        )
+        self._backends = self._make_backends(self._around)
+        try:
+            for backend in self._backends:
+                await backend.start()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End every transfer, session and thread; idempotent. Registered memory stays its owner's."""
+        if self._closed or not self._started:
+            self._closed = True
+            return
+        self._closed = True
+        error = AgentClosed(node=self.name.node)
+        for peer in list(self._peers.values()):
+            await peer.close(error)
+        self.leases.close()
+        for backend in self._backends:
+            await backend.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._notified.set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -42,28 +134,105 @@ class TransferAgent:
     ) -> None:
         await self.close()
 
+    # Memory.
+
     def register_memory(self, memory: Arena | SharedBuffer, access: Access = Access.NONE) -> MemoryRegion:
         """Make memory reachable under a new region id. With `Access.NONE` peers need a grant or lease for each byte."""
-        raise NotImplementedError
+        return self.regions.add(memory, access)
 
     def deregister_memory(self, region: RegionId) -> None:
         """Forget a region. Raises `InvalidDescriptor` while a grant, lease or transfer uses it."""
+        self.regions.remove(region)
+
+    # Peers.
 
     def get_agent_metadata(self, for_node: NodeId, for_incarnation: Incarnation) -> AgentMetadata:
         """The introduction to give to one peer, over an authenticated channel (it carries that peer's key)."""
-        raise NotImplementedError
+        self.require_running()
+        addresses = [(backend.scheme, backend.address()) for backend in self._backends]
+        return AgentMetadata(
+            wire_version=WIRE_VERSION,
+            node=self.name.node,
+            incarnation=self.name.incarnation,
+            made_for_node=for_node,
+            made_for_incarnation=for_incarnation,
+            session_key=session_key(self._secret, PeerName(for_node, for_incarnation)),
+            host_id=self._host_id,
+            addresses=[BackendAddress(scheme, address) for scheme, address in addresses if address is not None],
+            regions=[region.info() for region in self.regions.all()],
+        )
 
     def add_remote_agent(self, metadata: AgentMetadata) -> NodeId:
-        """Learn how to reach a peer. A higher incarnation replaces the old one, whose transfers fail; the same one
-        refreshes the list of regions; a lower one raises `StaleIncarnation`. Nothing connects yet."""
-        raise NotImplementedError
+        """Learn how to reach a peer. Nothing connects yet.
+
+        A higher incarnation replaces the old one, whose transfers fail; the same one refreshes its regions.
+
+        Raises:
+            StaleIncarnation: a lower incarnation than the one known, or made for another life of ours.
+            InvalidDescriptor: another wire version, or made for another node.
+        """
+        self.require_running()
+        if metadata.wire_version != WIRE_VERSION:
+            raise InvalidDescriptor(
+                what="wire version",
+                value=metadata.wire_version,
+                reason=f"{metadata.node} differs from our {WIRE_VERSION}",
+            )
+        if metadata.made_for_node != self.name.node:
+            raise InvalidDescriptor(what="metadata", value=metadata.made_for_node, reason=f"we are {self.name.node}")
+        if metadata.made_for_incarnation != self.name.incarnation:
+            raise StaleIncarnation(
+                peer=self.name.node, found=self.name.incarnation, expected=metadata.made_for_incarnation
+            )
+        node = metadata.name.node
+        known = self._peers.get(node)
+        if known is not None and metadata.incarnation < known.name.incarnation:
+            raise StaleIncarnation(peer=node, found=known.name.incarnation, expected=metadata.incarnation)
+        if known is not None and metadata.incarnation == known.name.incarnation:
+            known.metadata = metadata
+            return node
+        if known is None and len(self._peers) >= limits.PEERS_MAX:
+            raise TransferTooLarge(what="list of peers", size=len(self._peers) + 1, limit=limits.PEERS_MAX)
+        self._peers[node] = Peer(self._around, metadata, self._backends, self._next_nonce)
+        if known is not None:
+            restarted = StaleIncarnation(peer=node, found=metadata.incarnation, expected=known.name.incarnation)
+            self._spawn(known.close(restarted))
+        return node
 
     async def remove_remote_agent(self, node: NodeId) -> None:
         """Disconnect and forget. Its transfers fail with `ConnectionLost`. Unknown nodes are no error."""
+        peer = self._peers.pop(node, None)
+        if peer is not None:
+            await peer.close()
+
+    def peer(self, node: NodeId) -> Peer:
+        """For the engine. Raises `UnknownPeer`."""
+        self.require_running()
+        peer = self._peers.get(node)
+        if peer is None:
+            raise UnknownPeer(peer=node)
+        return peer
+
+    def require_running(self) -> None:
+        """Raise `AgentClosed` before `start` and after `close`."""
+        if self._closed or not self._started:
+            raise AgentClosed(node=self.name.node)
+
+    # Transfers by descriptor.
 
     def prep_xfer_dlist(self, node: NodeId | None, descs: Sequence[XferDesc]) -> XferDlist:
-        """Check a list of pieces once, so that transfers can name them by index. `None` means our own memory."""
-        raise NotImplementedError
+        """Check a list of pieces once, so that transfers can name them by index. `None` means our own memory.
+
+        Raises:
+            InvalidDescriptor: a piece lies outside its region.
+            UnknownRegion, UnknownPeer.
+        """
+        for desc in descs:
+            if node is None:
+                check_piece(desc, self.regions.get(desc.region).nbytes)
+            else:
+                check_piece(desc, self._remote_region(node, desc.region).nbytes)
+        return XferDlist(node, descs)
 
     def make_prepped_xfer(
         self,
@@ -76,8 +245,22 @@ class TransferAgent:
         notif: bytes = b"",
         priority: TransferPriority = TransferPriority.HIGH,
     ) -> Xfer:
-        """A transfer of pairwise equally long pieces; `notif` reaches the peer after its last byte (writes only)."""
-        raise NotImplementedError
+        """A transfer of pairwise equally long pieces; `notif` reaches the peer after its last byte (writes only).
+
+        Raises:
+            InvalidDescriptor: the lists do not fit together.
+            GrantRefused: the peer has not opened that region for this operation.
+        """
+        mine, theirs = local.pick(local_indices), remote.pick(remote_indices)
+        if local.node is not None or remote.node is None:
+            raise InvalidDescriptor(what="lists", value=str(remote.node), reason="need our own, then a peer's")
+        self._check_pairs(op, remote.node, mine, theirs, notif)
+        self._serial += 1
+        xfer = Xfer(
+            f"xfer-{self._serial}", op, remote.node, mine, theirs, notif, priority, on_release=self._forget_xfer
+        )
+        self._xfers[xfer.name] = xfer
+        return xfer
 
     def initialize_xfer(
         self,
@@ -90,19 +273,237 @@ class TransferAgent:
         priority: TransferPriority = TransferPriority.HIGH,
     ) -> Xfer:
         """`prep_xfer_dlist` and `make_prepped_xfer` in one, for transfers that are made once."""
-        raise NotImplementedError
+        mine, theirs = self.prep_xfer_dlist(None, local), self.prep_xfer_dlist(node, remote)
+        return self.make_prepped_xfer(
+            op, mine, range(len(mine)), theirs, range(len(theirs)), notif=notif, priority=priority
+        )
 
     def transfer(self, xfer: Xfer) -> None:
-        """Post it; wait with `await xfer.done()`. Raises `XferActive` for one that is already posted."""
+        """Post it; wait with `await xfer.done()`. Raises `XferActive` for one that is in flight or released."""
+        xfer.require_idle("posting")
+        peer = self.peer(xfer.node)
+        units = self._plain_units(xfer)
+        flow = self.start_flow(
+            peer,
+            name=xfer.name,
+            kind="xfer",
+            priority=xfer.priority,
+            ticket=None,
+            layers=range(0),
+            total_bytes=xfer.total_bytes,
+            regions={int(desc.region) for desc in xfer.local},
+        )
+        xfer.begin(flow)
+        if xfer.notif and len(units) > 1:
+            # The notification comes after every byte: its unit is posted when the others are verified.
+            flow.add(units[:-1])
+            flow.when_drained(partial(_add_last, flow, units[-1]))
+        else:
+            _add_last(flow, *units)
 
     async def send_notif(self, node: NodeId, payload: bytes) -> None:
         """Send bytes to a peer's `notifs()`; connects if needed."""
+        _check_notif(payload)
+        (await self.peer(node).connect()).send_note(payload)
 
-    def notifs(self) -> AsyncIterator[Notif]:
-        """Notifications in order of arrival, until the agent is closed. A notification that came with a transfer is
-        given out after the transfer's bytes were verified."""
-        raise NotImplementedError
+    async def notifs(self) -> AsyncIterator[Notif]:
+        """Notifications in order of arrival, until the agent is closed; for one consumer.
+
+        A notification that came with a transfer is given out after the transfer's bytes were verified.
+        """
+        while True:
+            while self._notifs:
+                yield self._notifs.popleft()
+            if self._closed:
+                return
+            self._notified.clear()
+            await self._notified.wait()
+
+    # What there is.
 
     def inventory(self) -> Inventory:
         """Everything alive, each with its owner."""
-        raise NotImplementedError
+        if not self._started:
+            return Inventory()
+        return inventory_of(self.regions, self.ledger, self.leases, self._peers.values(), self._backends)
+
+    def stats(self) -> AgentStats:
+        """Figures since the start."""
+        totals = self._totals
+        peers = [peer_stats(peer, self._backends) for peer in self._peers.values()]
+        return AgentStats(
+            sent_bytes=dict(totals.sent),
+            fetched_bytes=dict(totals.fetched),
+            received_bytes=self.ledger.received_bytes() if self._started else {},
+            transfers_done=totals.done,
+            transfers_failed=totals.failed,
+            retries=totals.retries,
+            checksum_failures=self.ledger.checksum_failures if self._started else 0,
+            units_refused=self.ledger.refusals if self._started else 0,
+            notifs_dropped=totals.notifs_dropped,
+            quarantined_slots=self.ledger.quarantined_slots(None) if self._started else 0,
+            peers=tuple(peers),
+        )
+
+    # For the engine.
+
+    def start_flow(
+        self,
+        peer: Peer,
+        *,
+        name: str,
+        kind: str,
+        priority: TransferPriority,
+        ticket: WriteGrant | ReadGrant | None,
+        layers: range,
+        total_bytes: int,
+        regions: set[int],
+    ) -> Flow:
+        """A flow that keeps these regions of ours registered while it runs, and is counted when it ends."""
+        for region in regions:
+            self.regions.use(region)
+        ended: list[Flow] = []
+
+        def release() -> None:
+            for region in regions:
+                self.regions.unuse(region)
+            self._totals.count(ended[0], fetched=kind == "fetch")
+
+        try:
+            flow = peer.start_flow(
+                name=name,
+                kind=kind,
+                priority=priority,
+                ticket=ticket,
+                layers=layers,
+                total_bytes=total_bytes,
+                on_release=release,
+            )
+        except BaseException:
+            for region in regions:
+                self.regions.unuse(region)
+            raise
+        ended.append(flow)
+        return flow
+
+    # Inside.
+
+    def _make_backends(self, around: Surroundings) -> list[Backend]:
+        """In order of preference."""
+        wanted, config = self.config.transport, self.config
+        backends: list[Backend] = []
+        if wanted in ("auto", "shm") and config.socket_folder is not None:
+            backends.append(ShmBackend(around, config.socket_folder, self._host_id))
+        if wanted in ("auto", "tcp") and config.tcp_host is not None:
+            backends.append(TcpBackend(around, config.tcp_host, config.tcp_port))
+        if not backends:
+            raise BackendUnavailable(
+                scheme=wanted, reason="the configuration names no socket_folder or tcp_host for it"
+            )
+        return backends
+
+    def _remote_region(self, node: NodeId, region: int) -> RegionInfo:
+        info = self.peer(node).metadata.region(region)
+        if info is None:
+            raise UnknownRegion(region=region, node=node)
+        return info
+
+    def _check_pairs(
+        self, op: XferOp, node: NodeId, mine: list[XferDesc], theirs: list[XferDesc], notif: bytes
+    ) -> None:
+        if not mine or len(mine) != len(theirs):
+            raise InvalidDescriptor(
+                what="lists", value=[len(mine), len(theirs)], reason="need as many of each, not none"
+            )
+        for ours, other in zip(mine, theirs, strict=True):
+            if ours.nbytes != other.nbytes:
+                raise InvalidDescriptor(what="pieces", value=[ours.nbytes, other.nbytes], reason="lengths differ")
+        allowed = (Access.WRITE.value,) if op is XferOp.WRITE else (Access.READ.value, Access.WRITE.value)
+        for region in {desc.region for desc in theirs}:
+            if self._remote_region(node, region).access not in allowed:
+                raise GrantRefused(ticket=0, reason=f"{node} has not opened region {region} for {op.value}")
+        if op is XferOp.READ and notif:
+            raise InvalidDescriptor(what="notif", value=len(notif), reason="a read tells its peer nothing")
+        _check_notif(notif)
+
+    def _plain_units(self, xfer: Xfer) -> list[Unit]:
+        """Units of one local and one remote region each; the last one carries the notification."""
+        groups: dict[tuple[RegionId, RegionId], list[tuple[int, int, int]]] = {}
+        for mine, theirs in zip(xfer.local, xfer.remote, strict=True):
+            pair = mine.region, theirs.region
+            groups.setdefault(pair, []).append((mine.offset, theirs.offset, mine.nbytes))
+        units = []
+        for (mine_region, their_region), pieces in groups.items():
+            cells = split_pieces(pieces, min(limits.COPY_PIECE_BYTES, self.config.unit_bytes))
+            memory = self.regions.get(mine_region).memory
+            units += [
+                Unit(xfer.op, xfer.priority, int(their_region), memory, cells.part(start, end))
+                for start, end in cut_units(cells.sizes, self.config.unit_bytes)
+            ]
+        units[-1].notif = xfer.notif
+        return units
+
+    def _forget_xfer(self, xfer: Xfer) -> None:
+        self._xfers.pop(xfer.name, None)
+
+    def _next_nonce(self) -> int:
+        self._nonce += 1
+        return self._nonce
+
+    def _deliver(self, node: NodeId, payload: bytes) -> None:
+        if len(self._notifs) >= limits.NOTIFS_MAX:
+            self._totals.notifs_dropped += 1
+            return
+        self._notifs.append(Notif(node, payload))
+        self._notified.set()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("transfer task failed node=%s", self.name, exc_info=task.exception())
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What `stats` sums up."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    fetched: dict[str, int] = field(default_factory=dict)
+    done: int = 0
+    failed: int = 0
+    retries: int = 0
+    notifs_dropped: int = 0
+
+    def count(self, flow: Flow, *, fetched: bool) -> None:
+        stats = flow.stats()
+        into = self.fetched if fetched else self.sent
+        for scheme, nbytes in stats.transports.items():
+            into[scheme] = into.get(scheme, 0) + nbytes
+        self.retries += stats.retries
+        if flow.error is None:
+            self.done += 1
+        else:
+            self.failed += 1
+
+
+def _add_last(flow: Flow, *units: Unit) -> None:
+    flow.add(units)
+    flow.seal()
+
+
+def _check_notif(payload: bytes) -> None:
+    if len(payload) > limits.NOTIF_BYTES_MAX:
+        raise TransferTooLarge(what="notification", size=len(payload), limit=limits.NOTIF_BYTES_MAX)
+
+
+def _host_id() -> bytes:
+    """The same for all processes of one running kernel, and for nobody else."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return socket.gethostname().encode()

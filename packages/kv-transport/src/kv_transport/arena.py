@@ -81,7 +81,7 @@ class ArenaView:
 class Arena(ArenaView):
     """An arena of this process. Make one with `Arena.create`, end it with `close`."""
 
-    _alive: "ClassVar[weakref.WeakSet[Arena]]" = weakref.WeakSet()
+    _alive: ClassVar["weakref.WeakSet[Arena]"] = weakref.WeakSet()
 
     def __init__(self, fd: int, memory: mmap.mmap, shape: ArenaLayout, name: str) -> None:
         super().__init__(memory, shape)
@@ -133,6 +133,11 @@ class Arena(ArenaView):
     def layout(self) -> Layout:
         """How slots and layers follow each other; `array` and `kv` hide it."""
         return self.shape.layout
+
+    @property
+    def layers_adjoin(self) -> bool:
+        """Whether the layers of one slot are one contiguous run."""
+        return self.shape.layout is Layout.BLOCK_FIRST or self.shape.geometry.num_layers == 1
 
     @property
     def num_slots(self) -> int:

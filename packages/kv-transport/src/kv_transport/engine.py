@@ -6,22 +6,33 @@ a sender fills them (`open_handover`, `transfer_for_decode`); or a holder leases
 fetches (`fetch`).
 """
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
+from typing import Final
 
-from kv_core.block import BlockRef, KVCacheBlock
-from kv_core.ids import NodeId, RequestId
+from kv_core.block import BlockRef, KVCacheBlock, MemoryAddress, RegionOffset
+from kv_core.ids import NodeId, RegionId, RequestId
 from kv_transport.agent import TransferAgent
+from kv_transport.arena import Arena
+from kv_transport.errors import AgentClosed, GrantRefused, InvalidDescriptor, StaleIncarnation
 from kv_transport.futures import TransferFuture
-from kv_transport.handover import Handover
+from kv_transport.handover import Handover, check_forms, local_arena, ticket_units
 from kv_transport.inbound import Inbound
-from kv_transport.tickets import ReadGrant, WriteGrant
-from kv_transport.types import TransferPriority
+from kv_transport.ledger import new_ticket
+from kv_transport.peers import Peer
+from kv_transport.tickets import KVForm, ReadGrant, WriteGrant
+from kv_transport.types import TransferPriority, XferOp
 
 
 class KVCacheTransferEngine:
-    """See the module. Lives on the event loop of its agent."""
+    """See the module. Lives on the event loop of its agent, which must be started."""
 
-    def __init__(self, agent: TransferAgent) -> None: ...
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent: Final = agent
+        self._inbounds: dict[int, Inbound] = {}
+        self._grants: dict[tuple[NodeId, RequestId], WriteGrant] = {}
+        self._closed = False
 
     # The receiver's side of a hand-over.
 
@@ -37,13 +48,55 @@ class KVCacheTransferEngine:
     ) -> WriteGrant:
         """Let a peer write these blocks (all of one registered arena, generations already raised).
 
-        The slots belong to the grant from now on: they are free again when `Inbound.released()` returns.
+        They hold tokens `[seq_start, seq_end)`, `block_size` each. The slots belong to the grant from now on: they
+        are free again when `Inbound.released()` returns.
+
+        Raises:
+            InvalidDescriptor, StaleGeneration: the blocks or numbers cannot be.
+            TransferTooLarge: too many grants are open.
         """
-        raise NotImplementedError
+        self._require_open()
+        arena = local_arena(self.agent.regions, blocks)
+        first, last = layers or (0, arena.geometry.num_layers)
+        grant = WriteGrant(
+            ticket=new_ticket(),
+            node=self.agent.name.node,
+            incarnation=self.agent.name.incarnation,
+            request_id=request_id,
+            region=int(blocks[0].region),
+            slots=[ref.slot for ref in blocks],
+            generations=[int(ref.generation) for ref in blocks],
+            layer_start=first,
+            layer_end=last,
+            seq_start=seq_start,
+            seq_end=seq_end,
+            form=KVForm.of(arena.geometry, arena.layout),
+            num_slots=arena.num_slots,
+            transports=self._offered(writer, len(blocks)),
+            writer=writer or "",
+        )
+        entry = self.agent.ledger.issue(grant, arena)
+        agent = self.agent
+        inbound = Inbound(entry, agent.ledger, agent.loop, agent.clock, agent.config)
+        self._inbounds[grant.ticket] = inbound
+        inbound.when_released(partial(self._forget_if_taken, inbound))
+        return grant
 
     def expect(self, request_id: RequestId, grant: WriteGrant, *, timeout_ms: int | None = None) -> Inbound:
-        """Watch a grant being filled. `timeout_ms` bounds the whole hand-over, from now."""
-        raise NotImplementedError
+        """Watch a grant being filled; call it for every grant. `timeout_ms` bounds the whole hand-over, from now.
+
+        Raises:
+            GrantRefused: it is not one of ours for that request, or it is over.
+        """
+        inbound = self._inbounds.get(grant.ticket)
+        if inbound is None or grant.request_id != request_id:
+            raise GrantRefused(ticket=grant.ticket, reason=f"it is not an open grant for {request_id}")
+        inbound.taken = True
+        if timeout_ms is not None:
+            inbound.expire_after(timeout_ms)
+        if inbound.slots_free:
+            self._forget_if_taken(inbound)
+        return inbound
 
     # The sender's side of a hand-over.
 
@@ -54,11 +107,28 @@ class KVCacheTransferEngine:
 
         Raises:
             UnknownPeer, StaleIncarnation: the receiver was not introduced, or has restarted since.
+            GrantRefused: the grant is for another request.
         """
-        raise NotImplementedError
+        self._require_open()
+        if grant.request_id != request_id:
+            raise GrantRefused(ticket=grant.ticket, reason=f"it is for {grant.request_id}, not {request_id}")
+        agent = self.agent
+        held: set[int] = set()
+        flow = agent.start_flow(
+            self._peer_of(grant),
+            name=request_id,
+            kind="handover",
+            priority=priority,
+            ticket=grant,
+            layers=range(grant.layer_start, grant.layer_end),
+            total_bytes=grant.total_bytes,
+            regions=held,
+        )
+        return Handover(flow, grant, agent.regions, held, agent.poster, agent.config.unit_bytes)
 
     def add_grant(self, grant: WriteGrant) -> None:
         """Keep a grant for `transfer_for_decode`, which names only request and node."""
+        self._grants[grant.name.node, RequestId(grant.request_id)] = grant
 
     def transfer_for_decode(
         self,
@@ -67,12 +137,22 @@ class KVCacheTransferEngine:
         remote_node_id: NodeId,
         priority: TransferPriority = TransferPriority.HIGH,
     ) -> TransferFuture:
-        """Send complete, sealed blocks to the decode node under the grant given to `add_grant`.
+        """Send complete blocks to the decode node under the grant given to `add_grant`.
 
         Raises:
-            GrantRefused: there is no grant of that node for that request, or the blocks are not the ones it is for.
+            GrantRefused: there is no grant of that node for that request.
+            InvalidDescriptor: the blocks are not the ones that the grant is for.
         """
-        raise NotImplementedError
+        grant = self._grants.pop((remote_node_id, request_id), None)
+        if grant is None:
+            raise GrantRefused(ticket=0, reason=f"no grant of {remote_node_id} for {request_id} was added")
+        pieces = self._pieces(kv_blocks, grant)
+        handover = self.open_handover(request_id, grant, priority)
+        for layer in sorted(pieces):
+            refs = pieces[layer]
+            for start, end in _runs(sorted(refs)):
+                handover.submit(layer, [refs[position] for position in range(start, end)], start)
+        return handover.sealed_future()
 
     # One-sided reads.
 
@@ -86,14 +166,44 @@ class KVCacheTransferEngine:
         lease_ms: int,
         layers: tuple[int, int] | None = None,
     ) -> ReadGrant:
-        """Let a peer read these blocks for `lease_ms`. Pin them for at least as long."""
-        raise NotImplementedError
+        """Let a peer read these sealed blocks for `lease_ms`. Pin them for at least as long.
+
+        Raises:
+            InvalidDescriptor, StaleGeneration: the blocks or numbers cannot be, or a block is not sealed.
+            TransferTooLarge: too many leases are alive.
+        """
+        self._require_open()
+        arena = local_arena(self.agent.regions, blocks)
+        first, last = layers or (0, arena.geometry.num_layers)
+
+        def draft(lease_index: int) -> ReadGrant:
+            return ReadGrant(
+                ticket=new_ticket(),
+                node=self.agent.name.node,
+                incarnation=self.agent.name.incarnation,
+                request_id=request_id,
+                region=int(blocks[0].region),
+                slots=[ref.slot for ref in blocks],
+                generations=[int(ref.generation) for ref in blocks],
+                layer_start=first,
+                layer_end=last,
+                seq_start=seq_start,
+                seq_end=seq_end,
+                form=KVForm.of(arena.geometry, arena.layout),
+                num_slots=arena.num_slots,
+                lease_index=lease_index,
+                lease_ms=lease_ms,
+            )
+
+        return self.agent.leases.grant(arena, draft)
 
     def renew_lease(self, ticket: int, lease_ms: int) -> None:
         """Let the lease live `lease_ms` from now. Raises `LeaseEnded` when it is over already."""
+        self.agent.leases.renew(ticket, lease_ms)
 
     def release_lease(self, ticket: int) -> None:
         """End a lease; reads that are not over fail with `LeaseEnded`. Idempotent."""
+        self.agent.leases.release(ticket)
 
     def fetch(
         self,
@@ -103,8 +213,118 @@ class KVCacheTransferEngine:
         *,
         layers: tuple[int, int] | None = None,
     ) -> TransferFuture:
-        """Read leased blocks into our own (one per position, generations already raised); shallow layers first."""
-        raise NotImplementedError
+        """Read leased blocks into our own (one per position, generations already raised); shallow layers first.
+
+        Verified cells carry their checksums in our arena, so the blocks can be leased or handed over again.
+
+        Raises:
+            InvalidDescriptor, StaleGeneration, GeometryMismatch: these blocks cannot take it.
+            UnknownPeer, StaleIncarnation: the holder was not introduced, or has restarted since.
+        """
+        self._require_open()
+        arena = local_arena(self.agent.regions, into)
+        check_forms(KVForm.of(arena.geometry, arena.layout), read_grant.form)
+        if len(into) != read_grant.num_positions:
+            raise InvalidDescriptor(
+                what="blocks", value=len(into), reason=f"the lease has {read_grant.num_positions} positions"
+            )
+        first, last = layers or (read_grant.layer_start, read_grant.layer_end)
+        if not read_grant.layer_start <= first < last <= read_grant.layer_end:
+            raise InvalidDescriptor(what="layers", value=[first, last], reason="they lie outside the lease")
+        agent = self.agent
+        flow = agent.start_flow(
+            self._peer_of(read_grant),
+            name=read_grant.request_id,
+            kind="fetch",
+            priority=priority,
+            ticket=read_grant,
+            layers=range(first, last),
+            total_bytes=(last - first) * len(into) * arena.shape.cell_nbytes,
+            regions={int(into[0].region)},
+        )
+        unit_bytes = agent.config.unit_bytes
+        for layer in range(first, last):
+            flow.add(ticket_units(XferOp.READ, priority, read_grant, arena, into, layer, 0, unit_bytes))
+        flow.seal()
+        return TransferFuture(flow)
 
     async def close(self) -> None:
-        """Cancel what is running and wait for its memory; idempotent. The agent stays open."""
+        """Cancel every hand-over that is awaited here; idempotent. The agent stays open.
+
+        Returns when the slots are free or in quarantine: a stopped peer does not hold it up.
+        """
+        self._closed = True
+        inbounds = list(self._inbounds.values())
+        for inbound in inbounds:
+            inbound.taken = True
+            inbound.cancel()
+        await asyncio.gather(*(inbound.settled() for inbound in inbounds))
+
+    # Inside.
+
+    def _forget_if_taken(self, inbound: Inbound) -> None:
+        if inbound.taken:
+            self._inbounds.pop(inbound.entry.grant.ticket, None)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise AgentClosed(node=self.agent.name.node)
+        self.agent.require_running()
+
+    def _peer_of(self, ticket: WriteGrant | ReadGrant) -> Peer:
+        peer = self.agent.peer(ticket.name.node)
+        if peer.name.incarnation != ticket.incarnation:
+            raise StaleIncarnation(peer=ticket.node, found=peer.name.incarnation, expected=ticket.incarnation)
+        return peer
+
+    def _offered(self, writer: NodeId | None, slots: int) -> list[str]:
+        """Transports a writer may use: with too many slots in quarantine, none that it could write past us with."""
+        held = self.agent.ledger.quarantined_slots(writer)
+        return ["tcp"] if held and held + slots > self.agent.config.quarantine_slots_max else []
+
+    def _pieces(self, kv_blocks: Sequence[KVCacheBlock], grant: WriteGrant) -> dict[int, dict[int, BlockRef]]:
+        """Layer -> position -> our block, of what the caller described by tokens and bytes."""
+        pieces: dict[int, dict[int, BlockRef]] = {}
+        block_size = grant.form.block_size
+        for block in kv_blocks:
+            region, arena, offset = self._locate(block)
+            slot, layer = arena.shape.locate(offset)
+            position, rest = divmod(block.token_start - grant.seq_start, block_size)
+            tokens_fit = not rest and block.token_end <= min(
+                grant.seq_end, grant.seq_start + (position + 1) * block_size
+            )
+            if not tokens_fit or not 0 <= position < grant.num_positions:
+                raise InvalidDescriptor(
+                    what="tokens", value=[block.token_start, block.token_end], reason="not a block of the grant"
+                )
+            if layer != block.layer_start or (block.num_layers > 1 and not arena.layers_adjoin):
+                raise InvalidDescriptor(
+                    what="layers", value=[block.layer_start, block.layer_end], reason=f"layer {layer} lies there"
+                )
+            ref = arena.ref(region, slot)
+            for index in range(block.layer_start, block.layer_end):
+                pieces.setdefault(index, {})[position] = ref
+        return pieces
+
+    def _locate(self, block: KVCacheBlock) -> tuple[RegionId, Arena, int]:
+        match block.location:
+            case RegionOffset(region, offset):
+                return region, self.agent.regions.arena(region), offset
+            case MemoryAddress(address):
+                for found in self.agent.regions.all():
+                    if isinstance(found.memory, Arena):
+                        offset = address - found.memory.data.ctypes.data
+                        if 0 <= offset < found.nbytes:
+                            return found.region, found.memory, offset
+        raise InvalidDescriptor(what="address", value=str(block.location), reason="it is in no registered arena")
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive positions as `[start, end)`."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = runs[-1][0], position + 1
+        else:
+            runs.append((position, position + 1))
+    return runs

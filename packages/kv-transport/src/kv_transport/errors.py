@@ -179,3 +179,10 @@ class TransferTooLarge(TransportError):
 
     code = 3024
     template = "{what} of {size} is larger than {limit}"
+
+
+class GrantBusy(TransportError, RetryableError):
+    """Another connection of the same writer is still being shut down; ask again in a moment."""
+
+    code = 3025
+    template = "grant {ticket} is busy: another link of its writer is being shut down"

@@ -12,8 +12,9 @@ import msgspec
 
 from kv_core.block import BlockGeometry, BlockRef, Layout
 from kv_core.dtypes import parse_dtype
+from kv_core.header import MAX_REQUEST_ID_BYTES
 from kv_core.ids import Generation, Incarnation, NodeId, RegionId, RequestId
-from kv_core.limits import MAX_BINARY_BYTES, MAX_NAME_BYTES
+from kv_core.limits import MAX_BINARY_BYTES
 from kv_transport import limits
 from kv_transport.errors import InvalidDescriptor
 from kv_transport.types import PeerName
@@ -239,8 +240,8 @@ class ReadGrant(_Portable, frozen=True):
 def _check_ticket(ticket: WriteGrant | ReadGrant) -> None:
     """Refuse numbers that no honest receiver sends; runs on construction and on decoding."""
     name = len(ticket.request_id.encode())
-    if not 1 <= name <= MAX_NAME_BYTES:
-        raise InvalidDescriptor(what="request id length", value=name, reason=f"1 to {MAX_NAME_BYTES} bytes")
+    if not 1 <= name <= MAX_REQUEST_ID_BYTES:
+        raise InvalidDescriptor(what="request id length", value=name, reason=f"1 to {MAX_REQUEST_ID_BYTES} bytes")
     positions = len(ticket.slots)
     if not 1 <= positions <= limits.POSITIONS_PER_TICKET_MAX or positions != len(ticket.generations):
         raise InvalidDescriptor(

@@ -1,30 +1,115 @@
 """Prepared descriptor lists and the transfers made of them."""
 
-from kv_transport.types import TransferStats, XferState
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from kv_core.ids import NodeId
+from kv_transport.errors import InvalidDescriptor, XferActive
+from kv_transport.flow import Flow
+from kv_transport.regions import XferDesc
+from kv_transport.types import TransferPriority, TransferStats, XferOp, XferState
 
 
 class XferDlist:
     """Checked pieces of one side's memory. Made by `TransferAgent.prep_xfer_dlist`."""
 
+    __slots__ = ("_descs", "node")
+
+    def __init__(self, node: NodeId | None, descs: Sequence[XferDesc]) -> None:
+        self.node = node
+        self._descs = tuple(descs)
+
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._descs)
+
+    def pick(self, indices: Sequence[int]) -> list[XferDesc]:
+        """Those pieces, in that order. Raises `InvalidDescriptor` for an index that is not there."""
+        try:
+            if min(indices, default=0) < 0:
+                raise IndexError
+            return [self._descs[index] for index in indices]
+        except IndexError:
+            raise InvalidDescriptor(
+                what="indices", value=len(indices), reason=f"they go beyond the {len(self._descs)} prepared pieces"
+            ) from None
 
 
 class Xfer:
-    """A transfer handle. Release it, or use it as `async with`; one in flight cannot be released."""
+    """A transfer handle: post it with `TransferAgent.transfer`, again when it is done if you like.
+
+    Release it, or use it as `async with`; one in flight cannot be released, since its memory is in use.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: XferOp,
+        node: NodeId,
+        local: list[XferDesc],
+        remote: list[XferDesc],
+        notif: bytes,
+        priority: TransferPriority,
+        on_release: Callable[["Xfer"], None],
+    ) -> None:
+        self.name = name
+        self.op = op
+        self.node = node
+        self.local = local
+        self.remote = remote
+        self.notif = notif
+        self.priority = priority
+        self._on_release = on_release
+        self._flow: Flow | None = None
+        self._gone = False
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(desc.nbytes for desc in self.local)
 
     @property
     def state(self) -> XferState:
-        raise NotImplementedError
+        if self._gone:
+            return XferState.RELEASED
+        return self._flow.state if self._flow is not None else XferState.PENDING
+
+    def begin(self, flow: Flow) -> None:
+        """For the agent: this is the posting at work."""
+        self._flow = flow
+
+    def require_idle(self, action: str) -> None:
+        """Raise `XferActive` while it is in flight, or after it was released."""
+        state = self.state
+        active = self._flow is not None and not self._flow.at_rest
+        if active or (state is XferState.RELEASED and action != "release"):
+            raise XferActive(xfer=self.name, state=state.value, action=action)
 
     async def done(self, timeout_ms: int | None = None) -> TransferStats:
         """Until every byte is verified at its destination.
 
         Raises:
             TransferTimeout: not within `timeout_ms`. The transfer goes on; its memory stays in use.
+            XferActive: it was never posted.
             TransportError: it failed and its memory is free.
         """
-        raise NotImplementedError
+        if self._flow is None:
+            raise XferActive(xfer=self.name, state=self.state.value, action="waiting before it is posted")
+        return await self._flow.wait(timeout_ms)
 
     def release(self) -> None:
-        """End the handle. Raises `XferActive` while it is posted or abandoned. Idempotent."""
+        """End the handle. Raises `XferActive` while its memory is in use. Idempotent."""
+        self.require_idle("release")
+        if not self._gone:
+            self._gone = True
+            self._on_release(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits until the memory is free, then releases."""
+        if self._flow is not None:
+            await self._flow.released()
+        self.release()

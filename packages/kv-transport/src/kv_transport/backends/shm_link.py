@@ -1,0 +1,250 @@
+"""The initiator's end of a shared-memory connection: maps what it needs and moves the bytes itself."""
+
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kv_core.checksum import crc64
+from kv_core.errors import KVError, LocalProtocolError
+from kv_transport import limits
+from kv_transport.arena import ArenaView, map_arena
+from kv_transport.backends.base import Link, LinkOwner, Surroundings
+from kv_transport.backends.seqpacket import FrameSocket
+from kv_transport.copying import CopyStopped, copy_cells
+from kv_transport.errors import (
+    ChecksumMismatch,
+    ConnectionLost,
+    FrameRefused,
+    GeometryMismatch,
+    GrantRefused,
+    LeaseEnded,
+    StaleGeneration,
+)
+from kv_transport.frames import Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
+from kv_transport.regions import MappedBuffer
+from kv_transport.tickets import AgentMetadata, ReadGrant
+from kv_transport.types import XferOp
+from kv_transport.units import NonceSource, Unit, remote_shape
+from kv_transport.workers import WorkerPool
+
+_Mapping = ArenaView | MappedBuffer
+
+
+class ShmLink(Link):
+    """See the module."""
+
+    scheme = "shm"
+
+    def __init__(
+        self,
+        around: Surroundings,
+        peer: AgentMetadata,
+        nonces: NonceSource,
+        owner: LinkOwner,
+        sock: socket.socket,
+        workers: WorkerPool,
+    ) -> None:
+        super().__init__(around, peer.name, nonces, owner)
+        self._workers = workers
+        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._on_end)
+        self._maps: dict[tuple[int, bool], _Mapping] = {}
+        self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
+        self._descriptors: dict[int, int] = {}
+        self._jobs = 0
+        self._busy: dict[int, int] = {}
+
+    # Mapping.
+
+    def _begin(self, seq: int, unit: Unit) -> None:
+        key = (unit.region, unit.op is XferOp.WRITE)
+        # A writable mapping serves reads, too.
+        memory = self._maps.get((unit.region, True)) or self._maps.get(key)
+        if memory is not None:
+            self._start(seq, unit, memory)
+            return
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.append((seq, unit))
+            return
+        self._waiting[key] = [(seq, unit)]
+        self._around.spawn(self._map(key, unit.ticket.ticket if unit.ticket is not None else 0))
+
+    async def _map(self, key: tuple[int, bool], ticket: int) -> None:
+        region, write = key
+        error: KVError | None = None
+        try:
+            reply = await self._ask(lambda seq: Map(seq, region, ticket, write))
+            if not isinstance(reply, Mapped) or reply.seq not in self._descriptors:
+                raise FrameRefused(peer=str(self.peer), reason="no descriptor in answer to Map")
+            fd = self._descriptors.pop(reply.seq)
+            if reply.arena:
+                self._maps[key] = map_arena(fd, reply.nbytes, writable=write)
+            else:
+                self._maps[key] = MappedBuffer(fd, reply.nbytes, writable=write)
+        except KVError as refused:
+            error = refused
+        waiting = self._waiting.pop(key, [])
+        if self.lost is not None:
+            return  # they were settled when the link broke
+        for seq, unit in waiting:
+            if error is not None:
+                self._settle(seq, error)
+            else:
+                self._start(seq, unit, self._maps[key])
+
+    # Moving.
+
+    def _start(self, seq: int, unit: Unit, memory: _Mapping) -> None:
+        ticket = unit.ticket.ticket if unit.ticket is not None else 0
+        self._jobs += 1
+        self._busy[ticket] = self._busy.get(ticket, 0) + 1
+        job = partial(self._move, seq, unit, memory, ticket, self._nonces())
+        if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
+            job()
+        else:
+            self._workers.submit(job)
+
+    def _move(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> None:
+        """Runs in a worker, or on the loop for few bytes. Always ends in `_moved`."""
+        error: KVError | None = None
+        try:
+            self._check_shape(unit, memory)
+            if unit.op is XferOp.WRITE:
+                self._write(seq, unit, memory, nonce, self._stopped(ticket))
+            else:
+                self._read(unit, memory, self._stopped(ticket))
+        except CopyStopped:
+            error = self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
+        except KVError as refused:
+            error = refused
+        except Exception as bug:
+            error = LocalProtocolError(detail=f"moving a unit raised {bug!r}")
+        self._around.poster.run(partial(self._moved, seq, unit, ticket, error))
+
+    def _stopped(self, ticket: int) -> Callable[[], bool]:
+        return lambda: self.lost is not None or ticket in self._fences
+
+    def _check_shape(self, unit: Unit, memory: _Mapping) -> None:
+        if unit.ticket is None:
+            if int((unit.cells.remote + unit.cells.sizes).max()) > len(memory.data):
+                raise FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
+            return
+        theirs = memory.shape if isinstance(memory, ArenaView) else None
+        expected = remote_shape(unit.ticket.form, unit.ticket.num_slots)
+        if theirs != expected:
+            raise GeometryMismatch(field="arena", ours=str(expected), theirs=str(theirs))
+
+    def _write(self, seq: int, unit: Unit, memory: _Mapping, nonce: int, stopped: Callable[[], bool]) -> None:
+        expected = unit.take_checks()
+        checks = copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
+        self._compare(unit, checks, expected)
+        # The doorbell: rung by the thread that placed the bytes.
+        self._socket.send(encode(Placed(seq, unit.head(nonce, checks))))
+
+    def _read(self, unit: Unit, memory: _Mapping, stopped: Callable[[], bool]) -> None:
+        if unit.ticket is None or not isinstance(memory, ArenaView):
+            checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
+            again = copy_checks(memory, unit)
+            self._compare(unit, checks, again)
+            return
+        assert isinstance(unit.ticket, ReadGrant)
+        grant = unit.ticket
+        slots = np.array(grant.slots[unit.start : unit.end], np.int64)
+        require_lease(memory, grant)
+        checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
+        expected = [int(check) for check in memory.checks[unit.layer, slots]]
+        # After the copy: had the slots been given to other content meanwhile, this shows it.
+        found = memory.generations[slots].tolist()
+        granted = grant.generations[unit.start : unit.end]
+        if found != granted:
+            slot, now, then = next(
+                item for item in zip(slots.tolist(), found, granted, strict=True) if item[1] != item[2]
+            )
+            raise StaleGeneration(region=grant.region, slot=slot, found=now, expected=then)
+        require_lease(memory, grant)
+        self._compare(unit, checks, expected)
+        unit.store_checks(checks)
+
+    def _compare(self, unit: Unit, checks: list[int], expected: list[int]) -> None:
+        if checks != expected:
+            bad = sum(ours != theirs for ours, theirs in zip(checks, expected, strict=True))
+            self._around.ledger.count_checksum_failure()
+            raise ChecksumMismatch(peer=str(self.peer), transport="shm", bad=bad, total=len(checks), layer=unit.layer)
+
+    def _moved(self, seq: int, unit: Unit, ticket: int, error: KVError | None) -> None:
+        self._jobs -= 1
+        self._busy[ticket] -= 1
+        if not self._busy[ticket]:
+            del self._busy[ticket]
+        if self.lost is not None:
+            self._rest_if_idle()
+        elif error is not None or unit.op is XferOp.READ:
+            self._settle(seq, error)
+        else:
+            self._confirm_fences()  # the acknowledgement settles it
+
+    def _ticket_busy(self, ticket: int) -> bool:
+        return ticket in self._busy
+
+    # The socket.
+
+    def _send(self, frame: Frame) -> None:
+        self._socket.send(encode(frame))
+
+    def _on_frame(self, data: memoryview, fds: list[int]) -> None:
+        try:
+            frame = decode_from_owner(data, str(self.peer))
+        except FrameRefused as error:
+            for fd in fds:
+                os.close(fd)
+            self.fail(error)
+            return
+        if isinstance(frame, Mapped) and fds and frame.seq in self._asked:
+            self._descriptors[frame.seq] = fds.pop()
+        for fd in fds:
+            os.close(fd)
+        self._received(frame)
+
+    def _received_other(self, frame: FromOwner) -> None:
+        if isinstance(frame, Mapped):
+            self._answer(frame.seq, frame)
+        else:
+            super()._received_other(frame)
+
+    def _on_end(self, cause: str) -> None:
+        self.fail(ConnectionLost(peer=str(self.peer), transport="shm", cause=cause))
+
+    def _break(self, error: KVError) -> None:
+        self._rest_if_idle()
+
+    def _rest_if_idle(self) -> None:
+        """Goodbye comes after the last copy: to the owner it is the proof that we write no more."""
+        if self._jobs or self._ended.is_set() or self.lost is None:
+            return
+        self._socket.send(encode(Bye()))
+        self._socket.close()
+        for fd in self._descriptors.values():
+            os.close(fd)
+        self._descriptors.clear()
+        for memory in self._maps.values():
+            memory.unmap()
+        self._maps.clear()
+        self._settle_all(self.lost)
+
+
+def copy_checks(memory: _Mapping, unit: Unit) -> list[int]:
+    """CRC-64 of the peer's side of a unit whose memory keeps no checksums."""
+    view = memory.data_view
+    return [
+        crc64(view[offset : offset + size])
+        for offset, size in zip(unit.cells.remote.tolist(), unit.cells.sizes.tolist(), strict=True)
+    ]
+
+
+def require_lease(memory: ArenaView, grant: ReadGrant) -> None:
+    """The holder marks live leases in the arena itself. Raises `LeaseEnded`."""
+    if int(memory.leases[grant.lease_index]) != grant.ticket:
+        raise LeaseEnded(ticket=grant.ticket, reason="its holder has ended it")

@@ -1,0 +1,117 @@
+"""The owner's end of a shared-memory connection: hands out descriptors, and believes the doorbell only as far as
+the ledger allows.
+
+The peer writes our memory itself. Whether it still can is known in three ways only: it says so after a fence, it said
+goodbye after its last copy, or its process has exited (seen by pidfd). A connection that breaks while the process
+lives proves nothing, so the watch on the process outlives the connection where a fence is still due.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+
+from kv_core.errors import KVError
+from kv_transport.arena import Arena
+from kv_transport.backends.base import Surroundings
+from kv_transport.backends.seqpacket import FrameSocket
+from kv_transport.backends.session import OwnerSession
+from kv_transport.errors import ConnectionLost, FrameRefused
+from kv_transport.frames import Acked, Frame, FromInitiator, Map, Mapped, Placed, decode_from_initiator, encode, refusal
+from kv_transport.types import PeerName
+
+
+class ShmSession(OwnerSession):
+    """See the module."""
+
+    scheme = "shm"
+    one_sided = True
+
+    def __init__(
+        self, around: Surroundings, peer: PeerName, sock: socket.socket, pid: int, on_end: Callable[[], None]
+    ) -> None:
+        super().__init__(around, peer, self._connection_over)
+        self._gone = on_end
+        self._pidfd = -1
+        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+            around.loop.add_reader(self._pidfd, self._process_exited)
+        except ProcessLookupError:
+            around.loop.call_soon(self._process_exited)
+
+    def status(self) -> str:
+        return "lingering: a fence is due" if self.over else super().status()
+
+    def close(self) -> None:
+        super().close()
+        self._stop_watching()
+
+    def _on_frame(self, data: memoryview, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)  # nobody asked for one
+        try:
+            frame = decode_from_initiator(data, str(self.peer))
+        except FrameRefused as error:
+            self._offence(str(error))
+            return
+        self._received(frame)
+
+    def _received_other(self, frame: FromInitiator) -> None:
+        match frame:
+            case Placed():
+                self._placed(frame)
+            case Map():
+                self._map(frame)
+            case _:
+                super()._received_other(frame)
+
+    def _placed(self, frame: Placed) -> None:
+        ledger = self._around.ledger
+        try:
+            ledger.land(ledger.admit(self, frame.unit))
+        except KVError as error:
+            self._send(refusal(frame.seq, error))
+        else:
+            self._send(Acked(frame.seq))
+
+    def _map(self, frame: Map) -> None:
+        try:
+            writable = self._around.ledger.may_map(self, frame.region, frame.ticket, write=frame.write)
+            memory = self._around.ledger.memory(frame.region)
+        except KVError as error:
+            self._send(refusal(frame.seq, error))
+            return
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        # Opened anew: a read-only descriptor cannot be mapped for writing, whatever the peer tries.
+        fd = os.open(f"/proc/self/fd/{memory.fileno()}", mode | os.O_CLOEXEC)
+        try:
+            reply = Mapped(frame.seq, memory.nbytes, isinstance(memory, Arena))
+            self._socket.send(encode(reply), [fd])
+        finally:
+            os.close(fd)
+
+    def _send(self, frame: Frame) -> None:
+        self._socket.send(encode(frame))
+
+    def _shut(self) -> None:
+        self._socket.close()
+
+    def _connection_over(self) -> None:
+        if not self._around.ledger.may_still_write(self.peer):
+            self._stop_watching()
+            self._gone()
+
+    def _process_exited(self) -> None:
+        self._stop_watching()
+        error = ConnectionLost(peer=str(self.peer), transport="shm", cause="the process has exited")
+        self._around.ledger.process_gone(self.peer, error)
+        if self.over:
+            self._gone()
+        else:
+            self._finish(error, clean=True)
+
+    def _stop_watching(self) -> None:
+        if self._pidfd >= 0:
+            self._around.loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,626 @@
+"""What peers may do with our memory right now: open grants, live leases, and what they have done so far.
+
+Every byte that a peer writes or reads passes one of four doors here: `admit` and `land` around a write, `serve` for a
+read, and the lease table in the arena for readers that map it. IO threads and the loop both come here, so one lock
+guards everything; it is held for table look-ups only, never for a copy.
+
+L1: a unit lands only under an open grant, from the writer that opened it, in the generation that was granted, with a
+fresh nonce. L2: bytes become visible (checksum table, layer readiness) only after they were verified. L3: a revoked
+grant is clear once no unit is landing and no one-sided writer can still reach the slots; only then `fenced` is called.
+"""
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+
+from kv_core.errors import KVError
+from kv_core.header import KVCacheTransferHeader
+from kv_core.ids import NodeId
+from kv_transport import limits
+from kv_transport.arena import Arena
+from kv_transport.arena_layout import IntArray
+from kv_transport.errors import (
+    ChecksumMismatch,
+    FrameRefused,
+    GrantBusy,
+    GrantRefused,
+    LeaseEnded,
+    QuarantineFull,
+    StaleGeneration,
+    TransferTooLarge,
+)
+from kv_transport.frames import UnitHead
+from kv_transport.poster import LoopPoster
+from kv_transport.progress import GrantProgress, span_mask
+from kv_transport.regions import Memory, RegionTable, SharedBuffer, XferDesc, check_piece
+from kv_transport.replay import ReplayWindow
+from kv_transport.tickets import ReadGrant, WriteGrant
+from kv_transport.types import Access, PeerName
+from kv_transport.unit_header import check_header, combined, plain_header, ticket_header
+
+
+class Session(Protocol):
+    """An authenticated connection that a peer opened to us."""
+
+    @property
+    def peer(self) -> PeerName: ...
+
+    @property
+    def scheme(self) -> str: ...
+
+    @property
+    def one_sided(self) -> bool:
+        """The peer writes our memory itself, so that shutting it out needs its help or its end."""
+        ...
+
+    def supersede(self) -> None:
+        """The peer has come back by another connection: end this one. Called on the loop."""
+        ...
+
+    def send_fence(self, ticket: int) -> None:
+        """Tell the peer that a grant is over. Called on the loop."""
+        ...
+
+
+class GrantListener(Protocol):
+    """Who watches a grant; called on the loop."""
+
+    def opened(self, session: Session) -> None: ...
+    def layer_done(self, layer: int) -> None: ...
+    def writer_lost(self, error: KVError, dead: bool) -> None: ...
+    def fenced(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class GrantEntry:
+    """One open grant."""
+
+    grant: WriteGrant
+    arena: Arena
+    slots: IntArray
+    progress: GrantProgress
+    listener: GrantListener | None = None
+    writer: PeerName | None = None
+    session: Session | None = None
+    one_sided_writer: bool = False
+    revoked: bool = False
+    clear: bool = False
+    landing: int = 0
+    nbytes: int = 0
+    units: int = 0
+    transports: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """A unit on its way into our memory.
+
+    Attributes:
+        entry: its grant; None for a plain region.
+        memory, offsets, sizes: where each cell goes.
+        expected: CRC-64 of each cell.
+        fresh: bits of the positions that may be written; others are verified already and must not be touched.
+    """
+
+    session: Session
+    head: UnitHead
+    entry: GrantEntry | None
+    memory: Memory
+    region: int
+    offsets: list[int]
+    sizes: list[int]
+    expected: list[int]
+    fresh: int
+    over: bool = False
+
+    @property
+    def revoked(self) -> bool:
+        """The rest of the bytes must not reach the memory any more."""
+        return self.entry is not None and self.entry.revoked
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def writable(self, cell: int) -> bool:
+        """Whether this cell is still to be written."""
+        return bool(self.fresh >> (self.head.start + cell) & 1) if self.entry is not None else True
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One live read lease."""
+
+    grant: ReadGrant
+    arena: Arena
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """Bytes that a peer may read: where they lie, and their checksums (empty if they have none yet)."""
+
+    memory: Memory
+    offsets: list[int]
+    sizes: list[int]
+    checks: list[int]
+
+
+class Ledger:
+    """See the module."""
+
+    def __init__(self, regions: RegionTable, poster: LoopPoster, on_notif: Callable[[NodeId, bytes], None]) -> None:
+        self._regions: Final = regions
+        self._poster = poster
+        self._on_notif = on_notif
+        self._lock = threading.RLock()
+        self._grants: dict[int, GrantEntry] = {}
+        self._done: OrderedDict[int, tuple[PeerName | None, WriteGrant]] = OrderedDict()
+        self._leases: dict[int, Lease] = {}
+        self._replay: OrderedDict[PeerName, ReplayWindow] = OrderedDict()
+        self._quarantined: dict[int, GrantEntry] = {}
+        self._received: dict[str, int] = {}
+        self.quarantine_max = limits.QUARANTINE_SLOTS_MAX
+        self.checksum_failures = 0
+        self.refusals = 0
+
+    # Grants, from the owner's side.
+
+    def issue(self, grant: WriteGrant, arena: Arena) -> GrantEntry:
+        """Open a grant; its region stays registered until `settle` or `fenced`.
+
+        Raises:
+            TransferTooLarge: `GRANTS_MAX` are open.
+            StaleGeneration: the arena has moved on.
+        """
+        slots = np.array(grant.slots, np.int64)
+        _require_generations(arena, grant)
+        progress = GrantProgress(grant.layer_start, grant.layer_end, grant.num_positions)
+        entry = GrantEntry(grant, arena, slots, progress)
+        with self._lock:
+            if len(self._grants) >= limits.GRANTS_MAX:
+                raise TransferTooLarge(what="list of grants", size=len(self._grants) + 1, limit=limits.GRANTS_MAX)
+            self._regions.use(grant.region)
+            self._grants[grant.ticket] = entry
+        return entry
+
+    def entry(self, ticket: int) -> GrantEntry:
+        """Raises `GrantRefused` when there is no such grant."""
+        with self._lock:
+            entry = self._grants.get(ticket)
+        if entry is None:
+            raise GrantRefused(ticket=ticket, reason="no such grant is open")
+        return entry
+
+    def revoke(self, ticket: int) -> None:
+        """End a grant that is not complete: nothing more lands. `fenced` is called when nothing more can."""
+        with self._lock:
+            entry = self._grants.get(ticket)
+            if entry is None or entry.revoked:
+                return
+            entry.revoked = True
+            session = entry.session if entry.one_sided_writer else None
+        if session is not None:
+            session.send_fence(ticket)
+        self._clear_if_possible(entry)
+
+    def quarantine(self, ticket: int) -> None:
+        """List a revoked grant's slots as unusable."""
+        with self._lock:
+            entry = self._grants.get(ticket)
+            if entry is not None:
+                self._quarantined[ticket] = entry
+
+    def quarantined_slots(self, node: NodeId | None) -> int:
+        """Slots that wait for a fence on that node, or on any."""
+        with self._lock:
+            return sum(
+                entry.grant.num_positions
+                for entry in self._quarantined.values()
+                if node is None or (entry.writer is not None and entry.writer.node == node)
+            )
+
+    # Grants, from the writer's side.
+
+    def open(self, session: Session, ticket: int) -> tuple[list[int], int]:
+        """A writer announces itself: the verified bits per layer, and the number of positions.
+
+        Raises:
+            GrantRefused, QuarantineFull: with the reason.
+        """
+        with self._lock:
+            if ticket in self._done:
+                return self._open_done(session, ticket)
+            entry = self._grants.get(ticket)
+            if entry is None or entry.revoked:
+                raise GrantRefused(ticket=ticket, reason="no such grant is open")
+            self._may_open(session, entry)
+            former = entry.session
+            if entry.landing and former is not None and former is not session:
+                # Units of its former link are still being received. It is ended, and the writer asks again.
+                self._poster.post(former.supersede)
+                raise GrantBusy(ticket=ticket)
+            entry.writer, entry.session = session.peer, session
+            entry.one_sided_writer = session.one_sided
+            listener, verified = entry.listener, entry.progress.verified()
+        if listener is not None:
+            self._poster.run(lambda: listener.opened(session))
+        return verified, entry.grant.num_positions
+
+    def _open_done(self, session: Session, ticket: int) -> tuple[list[int], int]:
+        writer, grant = self._done[ticket]
+        if writer != session.peer:
+            raise GrantRefused(ticket=ticket, reason="it was completed by another writer")
+        return [span_mask(0, grant.num_positions)] * (grant.layer_end - grant.layer_start), grant.num_positions
+
+    def _may_open(self, session: Session, entry: GrantEntry) -> None:
+        grant = entry.grant
+        if grant.writer and grant.writer != session.peer.node:
+            raise GrantRefused(ticket=grant.ticket, reason=f"it is for {grant.writer}")
+        if entry.writer is not None and entry.writer != session.peer:
+            raise GrantRefused(ticket=grant.ticket, reason=f"{entry.writer} has opened it")
+        if grant.transports and session.scheme not in grant.transports:
+            raise GrantRefused(ticket=grant.ticket, reason=f"{session.scheme} is not one of {grant.transports}")
+        if session.one_sided:
+            slots = self.quarantined_slots(session.peer.node)
+            if slots + grant.num_positions > self.quarantine_max:
+                raise QuarantineFull(slots=slots, peer=session.peer.node, limit=self.quarantine_max)
+
+    def gave_up(self, session: Session, ticket: int, error: KVError) -> None:
+        """The writer will not complete a grant, and has stopped writing."""
+        self._one_sided_over(ticket, session.peer)
+        self._lost(ticket, session.peer, error, dead=True)
+
+    def fenced(self, session: Session, ticket: int) -> None:
+        """The writer confirms a fence."""
+        self._one_sided_over(ticket, session.peer)
+
+    def session_lost(self, session: Session, error: KVError, *, clean: bool) -> None:
+        """A connection ended; `clean` if the peer said that it had stopped writing."""
+        for entry in self._entries_of(session.peer):
+            if entry.session is session:
+                if clean:
+                    self._one_sided_over(entry.grant.ticket, session.peer)
+                self._lost(entry.grant.ticket, session.peer, error, dead=False)
+
+    def session_silent(self, session: Session, error: KVError) -> None:
+        """The peer does not answer any more: its hand-overs fail, though it may still be able to write."""
+        for entry in self._entries_of(session.peer):
+            if entry.session is session:
+                self._lost(entry.grant.ticket, session.peer, error, dead=True)
+
+    def may_still_write(self, peer: PeerName) -> bool:
+        """Whether a fence on that peer's one-sided access is still to come."""
+        return any(entry.one_sided_writer for entry in self._entries_of(peer))
+
+    def process_gone(self, peer: PeerName, error: KVError) -> None:
+        """The peer's process has exited: it writes nothing any more."""
+        for entry in self._entries_of(peer):
+            self._one_sided_over(entry.grant.ticket, peer)
+            self._lost(entry.grant.ticket, peer, error, dead=True)
+
+    def _entries_of(self, peer: PeerName) -> list[GrantEntry]:
+        with self._lock:
+            return [entry for entry in self._grants.values() if entry.writer == peer]
+
+    def _lost(self, ticket: int, peer: PeerName, error: KVError, *, dead: bool) -> None:
+        with self._lock:
+            entry = self._grants.get(ticket)
+            if entry is None or entry.writer != peer:
+                return
+            listener = entry.listener
+        if listener is not None:
+            self._poster.run(lambda: listener.writer_lost(error, dead))
+
+    def _one_sided_over(self, ticket: int, peer: PeerName) -> None:
+        with self._lock:
+            entry = self._grants.get(ticket)
+            if entry is None or entry.writer != peer:
+                return
+            entry.one_sided_writer = False
+        self._clear_if_possible(entry)
+
+    def _clear_if_possible(self, entry: GrantEntry) -> None:
+        """Invariant L3."""
+        with self._lock:
+            if not entry.revoked or entry.clear or entry.landing or entry.one_sided_writer:
+                return
+            entry.clear = True
+            ticket = entry.grant.ticket
+            self._grants.pop(ticket, None)
+            self._quarantined.pop(ticket, None)
+            self._regions.unuse(entry.grant.region)
+            listener = entry.listener
+        if listener is not None:
+            self._poster.run(listener.fenced)
+
+    # Units.
+
+    def admit(self, session: Session, head: UnitHead) -> Landing:
+        """A unit is about to land (or, one-sided, has been placed). End it with `land` or `abort`.
+
+        Raises:
+            GrantRefused, StaleGeneration, ReplayedNonce, FrameRefused, UnknownRegion, InvalidDescriptor.
+        """
+        header = KVCacheTransferHeader.unpack(head.header)
+        try:
+            with self._lock:
+                self._window(session.peer).use(header.nonce)
+                if head.ticket:
+                    return self._admit_granted(session, head, header)
+            return self._admit_plain(session, head, header)
+        except KVError:
+            self.refusals += 1
+            raise
+
+    def _admit_granted(self, session: Session, head: UnitHead, header: KVCacheTransferHeader) -> Landing:
+        entry = self._grants.get(head.ticket)
+        if entry is None or entry.revoked or entry.session is not session:
+            raise GrantRefused(ticket=head.ticket, reason="it is not open on this connection")
+        grant = entry.grant
+        _require_generations(entry.arena, grant, head.start, head.end)
+        sizes = [entry.arena.shape.cell_nbytes] * (head.end - head.start)
+        expected = _unpack_checks(head.checks, len(sizes), session.peer)
+        checksum = combined(expected, sizes)
+        check_header(
+            header,
+            ticket_header(grant, head.layer, head.start, head.end, header.nonce, checksum),
+            peer=str(session.peer),
+            transport=session.scheme,
+            cells=len(sizes),
+        )
+        fresh = entry.progress.begin(head.layer, head.start, head.end)
+        entry.landing += 1
+        offsets = entry.arena.shape.offsets(entry.slots[head.start : head.end], head.layer).tolist()
+        return Landing(session, head, entry, entry.arena, grant.region, offsets, sizes, expected, fresh)
+
+    def _admit_plain(self, session: Session, head: UnitHead, header: KVCacheTransferHeader) -> Landing:
+        region = self._regions.get(head.region)
+        if region.access is not Access.WRITE:
+            raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
+        offsets, sizes = _unpack_runs(head, region.nbytes, session.peer)
+        expected = _unpack_checks(head.checks, len(sizes), session.peer)
+        check_header(
+            header,
+            plain_header(len(sizes), header.nonce, combined(expected, sizes)),
+            peer=str(session.peer),
+            transport=session.scheme,
+            cells=len(sizes),
+        )
+        self._regions.use(head.region)
+        return Landing(session, head, None, region.memory, head.region, offsets, sizes, expected, 0)
+
+    def land(self, landing: Landing, checks: list[int] | None = None) -> None:
+        """The unit's bytes are in place. `checks` are what we computed over them; None if a one-sided writer took the
+        expected ones from our memory itself.
+
+        Raises:
+            ChecksumMismatch: they are not the bytes that were sent; nothing became visible.
+            GrantRefused: the grant was revoked meanwhile.
+        """
+        head, entry = landing.head, landing.entry
+        if checks is not None and checks != landing.expected:
+            self.abort(landing)
+            bad = sum(ours != theirs for ours, theirs in zip(checks, landing.expected, strict=True))
+            self.count_checksum_failure()
+            raise ChecksumMismatch(
+                peer=str(landing.session.peer),
+                transport=landing.session.scheme,
+                bad=bad,
+                total=len(checks),
+                layer=head.layer,
+            )
+        if entry is None:
+            self._over(landing)
+        else:
+            self._land_granted(landing, entry)
+        if head.notif:
+            node, payload = landing.session.peer.node, head.notif
+            self._poster.run(lambda: self._on_notif(node, payload))
+
+    def _land_granted(self, landing: Landing, entry: GrantEntry) -> None:
+        head, grant = landing.head, entry.grant
+        with self._lock:
+            if entry.revoked:
+                self.abort(landing)
+                raise GrantRefused(ticket=grant.ticket, reason="it was revoked")
+            landing.over = True
+            entry.landing -= 1
+            cells = [cell for cell in range(head.end - head.start) if landing.writable(cell)]
+            if cells:
+                slots = entry.slots[head.start : head.end][cells]
+                entry.arena.checks[head.layer, slots] = np.array(landing.expected, np.uint64)[cells]
+            nbytes = sum(landing.sizes[cell] for cell in cells)
+            entry.nbytes += nbytes
+            entry.units += 1
+            scheme = landing.session.scheme
+            entry.transports[scheme] = entry.transports.get(scheme, 0) + nbytes
+            self._received[scheme] = self._received.get(scheme, 0) + nbytes
+            layer_done = entry.progress.land(head.layer, landing.fresh)
+            if entry.progress.complete:
+                self._complete(entry)
+            listener = entry.listener
+        if layer_done and listener is not None:
+            self._poster.run(lambda: listener.layer_done(head.layer))
+
+    def _complete(self, entry: GrantEntry) -> None:
+        """Remember a complete grant, so that a writer whose last acknowledgement was lost is told so."""
+        ticket = entry.grant.ticket
+        del self._grants[ticket]
+        self._regions.unuse(entry.grant.region)
+        self._done[ticket] = (entry.writer, entry.grant)
+        if len(self._done) > limits.GRANTS_MAX:
+            self._done.popitem(last=False)
+
+    def abort(self, landing: Landing) -> None:
+        """The unit did not make it. Idempotent."""
+        with self._lock:
+            if landing.over:
+                return
+            self._over(landing)
+            entry = landing.entry
+            if entry is None:
+                return
+            entry.progress.abort(landing.head.layer, landing.fresh)
+            entry.landing -= 1
+        self._clear_if_possible(entry)
+
+    def _over(self, landing: Landing) -> None:
+        landing.over = True
+        if landing.entry is None:
+            self._regions.unuse(landing.region)
+
+    def _window(self, peer: PeerName) -> ReplayWindow:
+        window = self._replay.get(peer)
+        if window is None:
+            window = self._replay[peer] = ReplayWindow(str(peer))
+            # Earlier lives of a node cannot come back: their sessions are refused at the handshake.
+            for other in [name for name in self._replay if name.node == peer.node and name != peer]:
+                if other.incarnation < peer.incarnation:
+                    del self._replay[other]
+        return window
+
+    # Reads.
+
+    def lease(self, lease: Lease) -> None:
+        """Enter a lease, in the table that mapping readers look at, too."""
+        grant = lease.grant
+        with self._lock:
+            self._regions.use(grant.region)
+            self._leases[grant.ticket] = lease
+            lease.arena.leases[grant.lease_index] = grant.ticket
+
+    def free_lease_index(self, arena: Arena) -> int:
+        """Raises `TransferTooLarge` when `LEASES_MAX` are alive on this arena."""
+        free = np.flatnonzero(arena.leases == 0)
+        if not len(free):
+            raise TransferTooLarge(what="list of leases", size=limits.LEASES_MAX + 1, limit=limits.LEASES_MAX)
+        return int(free[0])
+
+    def end_lease(self, ticket: int) -> bool:
+        """Take a lease away; False if it is over already."""
+        with self._lock:
+            lease = self._leases.pop(ticket, None)
+            if lease is None:
+                return False
+            if not lease.arena.closed:
+                lease.arena.leases[lease.grant.lease_index] = 0
+            self._regions.unuse(lease.grant.region)
+            return True
+
+    def serve(self, session: Session, head: UnitHead) -> Serving:
+        """The bytes that a peer asks to read.
+
+        Raises:
+            LeaseEnded, StaleGeneration, GrantRefused, UnknownRegion, InvalidDescriptor, FrameRefused.
+        """
+        if not head.ticket:
+            region = self._regions.get(head.region)
+            if region.access is Access.NONE:
+                raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for reading")
+            offsets, sizes = _unpack_runs(head, region.nbytes, session.peer)
+            return Serving(region.memory, offsets, sizes, [])
+        with self._lock:
+            lease = self._leases.get(head.ticket)
+        if lease is None:
+            raise LeaseEnded(ticket=head.ticket, reason="it is over, or never was")
+        grant, arena = lease.grant, lease.arena
+        inside = 0 <= head.start < head.end <= grant.num_positions
+        if not inside or not grant.layer_start <= head.layer < grant.layer_end:
+            raise LeaseEnded(ticket=head.ticket, reason=f"layer {head.layer}, [{head.start}, {head.end}) lie outside")
+        _require_generations(arena, grant, head.start, head.end)
+        slots = np.array(grant.slots[head.start : head.end], np.int64)
+        return Serving(
+            arena,
+            arena.shape.offsets(slots, head.layer).tolist(),
+            [arena.shape.cell_nbytes] * len(slots),
+            [int(check) for check in arena.checks[head.layer, slots]],
+        )
+
+    def may_map(self, session: Session, region: int, ticket: int, *, write: bool) -> bool:
+        """Whether a peer may map a region; the answer is whether it gets a writable descriptor.
+
+        Raises:
+            GrantRefused, UnknownRegion.
+        """
+        found = self._regions.get(region)
+        if write:
+            if found.access is Access.WRITE:
+                return True
+            entry = self.entry(ticket)
+            if entry.grant.region != region or entry.session is not session or entry.revoked:
+                raise GrantRefused(ticket=ticket, reason=f"it does not allow writing region {region} here")
+            return True
+        if found.access is Access.NONE:
+            with self._lock:
+                lease = self._leases.get(ticket)
+            if lease is None or lease.grant.region != region:
+                raise LeaseEnded(ticket=ticket, reason=f"it does not allow reading region {region}")
+        return False
+
+    def memory(self, region: int) -> Arena | SharedBuffer:
+        """Raises `UnknownRegion`."""
+        return self._regions.get(region).memory
+
+    def count_checksum_failure(self) -> None:
+        """Bytes of any direction that did not pass their check."""
+        with self._lock:
+            self.checksum_failures += 1
+
+    # What there is.
+
+    def grants(self) -> list[GrantEntry]:
+        with self._lock:
+            return list(self._grants.values())
+
+    def leases(self) -> list[Lease]:
+        with self._lock:
+            return list(self._leases.values())
+
+    def received_bytes(self) -> dict[str, int]:
+        """Verified KV bytes that peers have written, by scheme."""
+        with self._lock:
+            return dict(self._received)
+
+    def is_quarantined(self, ticket: int) -> bool:
+        with self._lock:
+            return ticket in self._quarantined
+
+
+def new_ticket() -> int:
+    """A ticket that nobody can guess and that is never used twice."""
+    return secrets.randbits(63) | 1
+
+
+def _require_generations(arena: Arena, ticket: WriteGrant | ReadGrant, start: int = 0, end: int | None = None) -> None:
+    stop = ticket.num_positions if end is None else end
+    if not 0 <= start < stop <= ticket.num_positions:
+        raise GrantRefused(ticket=ticket.ticket, reason=f"positions [{start}, {stop}) lie outside")
+    slots = ticket.slots[start:stop]
+    current = arena.generations[slots].tolist()
+    granted = ticket.generations[start:stop]
+    if current != granted:
+        slot, found, expected = next(item for item in zip(slots, current, granted, strict=True) if item[1] != item[2])
+        raise StaleGeneration(region=ticket.region, slot=slot, found=found, expected=expected)
+
+
+def _unpack_checks(data: bytes, cells: int, peer: PeerName) -> list[int]:
+    if len(data) != 8 * cells or cells > limits.CELLS_PER_UNIT_MAX:
+        raise FrameRefused(peer=str(peer), reason=f"{len(data)} bytes of checksums for {cells} cells")
+    return [int(check) for check in np.frombuffer(data, "<u8")]
+
+
+def _unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int], list[int]]:
+    runs = head.runs
+    if not runs or len(runs) % 2 or len(runs) > 2 * limits.CELLS_PER_UNIT_MAX:
+        raise FrameRefused(peer=str(peer), reason=f"{len(runs)} numbers of runs")
+    offsets, sizes = runs[0::2], runs[1::2]
+    for offset, size in zip(offsets, sizes, strict=True):
+        check_piece(XferDesc(region=head.region, offset=offset, nbytes=size), nbytes)  # type: ignore[arg-type]
+    if sum(sizes) > limits.UNIT_BYTES_MAX:
+        raise FrameRefused(peer=str(peer), reason=f"a unit of {sum(sizes)} bytes")
+    return offsets, sizes

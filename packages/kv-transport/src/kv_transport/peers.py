@@ -1,0 +1,298 @@
+"""One introduced peer: its links, and the units that wait for it.
+
+All flows to a peer share one window and one order of work (`Scheduler`). Each flow has a link of the best transport
+that is allowed, reachable and not known to be broken; when a link breaks, its flows move on to the next one and
+resume at the first unit that the peer has not got. The old link is at rest before the new one is asked for anything.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from kv_core.errors import KVError
+from kv_transport.backends.base import Backend, Link, Surroundings
+from kv_transport.errors import (
+    ConnectionLost,
+    GrantBusy,
+    GrantRefused,
+    NoTransport,
+    QuarantineFull,
+    TransferTimeout,
+)
+from kv_transport.flow import Flow
+from kv_transport.scheduler import Scheduler
+from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
+from kv_transport.types import PeerName, TransferPriority
+from kv_transport.units import NonceSource
+
+_log = logging.getLogger(__name__)
+_LOSSES_MAX: Final = 2
+"""How often one transport may break under one flow before it counts as unusable."""
+_BUSY_RETRIES: Final = 50
+_BUSY_PAUSE_S: Final = 0.01
+
+
+class Peer:
+    """See the module. Implements `base.LinkOwner` and `flow.FlowHost`; lives on the loop."""
+
+    def __init__(
+        self, around: Surroundings, metadata: AgentMetadata, backends: Sequence[Backend], nonces: NonceSource
+    ) -> None:
+        self.metadata = metadata
+        self.failed_units = 0
+        self._around = around
+        self._backends = {backend.scheme: backend for backend in backends}
+        self._scheduler = Scheduler(around.config.window_size)
+        self._links: dict[str, Link] = {}
+        self._connecting: dict[str, asyncio.Task[Link]] = {}
+        self._flows: dict[int, Flow] = {}
+        self._keys: dict[int, tuple[Flow, int]] = {}
+        self._key_of: dict[tuple[int, int], int] = {}
+        self._serial = 0
+        self._nonces = nonces
+        self._closed: KVError | None = None
+        self._pumping = False
+
+    @property
+    def name(self) -> PeerName:
+        return self.metadata.name
+
+    @property
+    def flows(self) -> list[Flow]:
+        return list(self._flows.values())
+
+    @property
+    def links(self) -> list[Link]:
+        return list(self._links.values())
+
+    @property
+    def units_waiting(self) -> int:
+        return len(self._scheduler)
+
+    # Flows.
+
+    def start_flow(
+        self,
+        *,
+        name: str,
+        kind: str,
+        priority: TransferPriority,
+        ticket: WriteGrant | ReadGrant | None,
+        layers: range,
+        total_bytes: int,
+        on_release: Callable[[], None],
+    ) -> Flow:
+        """A new flow; its link is being looked for from now on."""
+        if self._closed is not None:
+            raise self._closed
+        flow = Flow(
+            self,
+            self._around.loop,
+            self._around.clock,
+            name=name,
+            kind=kind,
+            priority=priority,
+            ticket=ticket,
+            layers=layers,
+            total_bytes=total_bytes,
+            on_release=on_release,
+        )
+        self._flows[id(flow)] = flow
+        self._around.spawn(self._bring_up(flow, None))
+        return flow
+
+    def enqueue(self, flow: Flow, units: Sequence[int]) -> None:
+        for unit_id in units:
+            self._serial += 1
+            key = self._serial
+            self._keys[key] = flow, unit_id
+            self._key_of[id(flow), unit_id] = key
+            self._scheduler.add(key, flow.priority, flow.unit(unit_id).layer)
+        self._pump()
+
+    def dequeue(self, flow: Flow, units: Sequence[int]) -> None:
+        for unit_id in units:
+            key = self._key_of.pop((id(flow), unit_id))
+            self._scheduler.remove(key)
+            del self._keys[key]
+
+    def flow_over(self, flow: Flow) -> None:
+        """Its memory is free: tell the owner of the grant, forget it."""
+        if self._flows.pop(id(flow), None) is None:
+            return
+        if isinstance(flow.ticket, WriteGrant) and flow.link is not None:
+            flow.link.close_grant(flow.ticket.ticket, flow.error)
+
+    def _pump(self) -> None:
+        """Post what the window has room for. A unit may settle while it is being posted, hence the loop."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while picked := self._scheduler.pick():
+                for key in picked:
+                    self._post(key)
+        finally:
+            self._pumping = False
+
+    def _post(self, key: int) -> None:
+        flow, unit_id = self._keys.pop(key)
+        del self._key_of[id(flow), unit_id]
+        link = flow.link
+        assert link is not None, "a flow without a link has nothing queued"
+        flow.posted(unit_id)
+        link.post(flow.unit(unit_id), partial(self._settled, key, flow, unit_id, link))
+
+    def _settled(self, key: int, flow: Flow, unit_id: int, link: Link, error: KVError | None) -> None:
+        self._scheduler.settle(key)
+        if error is not None:
+            self.failed_units += 1
+        flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)
+        self._pump()
+
+    # Links.
+
+    def link_lost(self, link: Link, error: KVError) -> None:
+        if self._links.get(link.scheme) is link:
+            del self._links[link.scheme]
+        for flow in [flow for flow in self._flows.values() if flow.link is link]:
+            _log.warning(
+                "transfer lost its link peer=%s transport=%s transfer=%s cause=%s",
+                self.name,
+                link.scheme,
+                flow.name,
+                error,
+            )
+            flow.unlinked()
+            self._note_failure(flow, link.scheme, error, established=True)
+            self._around.spawn(self._bring_up(flow, link))
+
+    def grant_fenced(self, ticket: int) -> None:
+        for flow in self.flows:
+            if isinstance(flow.ticket, WriteGrant) and flow.ticket.ticket == ticket:
+                flow.stop(GrantRefused(ticket=ticket, reason="its owner has revoked it"))
+
+    async def connect(self) -> Link:
+        """A link of the best transport, for what belongs to no flow."""
+        tried = []
+        for scheme, backend in self._backends.items():
+            reason = backend.reaches(self.metadata)
+            if reason is None:
+                try:
+                    return await self._link(scheme)
+                except KVError as error:
+                    reason = str(error)
+            tried.append(f"{scheme}: {reason}")
+        raise NoTransport(peer=str(self.name), tried="; ".join(tried) or "none configured")
+
+    async def _bring_up(self, flow: Flow, former: Link | None) -> None:
+        """Find a link for a flow, or tell it why there is none."""
+        if former is not None:
+            # No unit may be on its way by two links at once.
+            await former.close()
+        while not flow.over:
+            scheme, reasons = self._candidate(flow)
+            if scheme is None:
+                flow.stop(self._no_link(flow, reasons))
+                return
+            try:
+                link = await self._link(scheme)
+                verified = await self._announce(flow, link)
+            except (ConnectionLost, TransferTimeout, NoTransport, QuarantineFull) as error:
+                self._note_failure(flow, scheme, error, established=False)
+            except KVError as error:
+                # The peer itself says no: another transport would not change its mind.
+                flow.stop(error)
+            else:
+                if link.lost is None and not flow.over:
+                    flow.linked(link, verified)
+                    return
+
+    async def _announce(self, flow: Flow, link: Link) -> list[int] | None:
+        if not isinstance(flow.ticket, WriteGrant):
+            return None
+        for _ in range(_BUSY_RETRIES):
+            try:
+                return await link.open_grant(flow.ticket.ticket)
+            except GrantBusy:
+                await asyncio.sleep(_BUSY_PAUSE_S)
+        return await link.open_grant(flow.ticket.ticket)
+
+    def _candidate(self, flow: Flow) -> tuple[str | None, list[str]]:
+        """The best transport for a flow, or None and what is wrong with each."""
+        allowed = flow.ticket.transports if flow.ticket is not None else []
+        reasons, usable = [], []
+        for rank, (scheme, backend) in enumerate(self._backends.items()):
+            losses = flow.failures.get(scheme, 0)
+            reason = backend.reaches(self.metadata)
+            if allowed and scheme not in allowed:
+                reason = "the peer does not accept it"
+            elif losses >= _LOSSES_MAX:
+                reason = str(flow.last_failure[scheme])
+            if reason is None:
+                usable.append((losses, rank, scheme))
+            else:
+                reasons.append(f"{scheme}: {reason}")
+        return (min(usable)[2], reasons) if usable else (None, reasons)
+
+    def _no_link(self, flow: Flow, reasons: list[str]) -> KVError:
+        """The error of a flow without a link: what happened last if something did, else why nothing could."""
+        if flow.last_failure:
+            return next(reversed(flow.last_failure.values()))
+        return NoTransport(peer=str(self.name), tried="; ".join(reasons) or "none configured")
+
+    def _note_failure(self, flow: Flow, scheme: str, error: KVError, *, established: bool) -> None:
+        flow.last_failure.pop(scheme, None)
+        flow.last_failure[scheme] = error
+        # What could not even be made is not tried again; what broke under way gets another chance after the others.
+        flow.failures[scheme] = flow.failures.get(scheme, 0) + (1 if established else _LOSSES_MAX)
+        if scheme == "shm" and isinstance(error, TransferTimeout):
+            # The process is on this host and does not run: no other way leads to it.
+            flow.failures.update(dict.fromkeys(self._backends, _LOSSES_MAX))
+            for other in self._backends:
+                flow.last_failure.setdefault(other, error)
+
+    async def _link(self, scheme: str) -> Link:
+        """The link of that transport, made once however many ask."""
+        if self._closed is not None:
+            raise self._closed
+        link = self._links.get(scheme)
+        if link is not None:
+            return link
+        task = self._connecting.get(scheme)
+        if task is None:
+            task = self._around.loop.create_task(self._make_link(scheme))
+            self._connecting[scheme] = task
+            task.add_done_callback(partial(self._connected, scheme))
+        return await asyncio.shield(task)
+
+    async def _make_link(self, scheme: str) -> Link:
+        link = await self._backends[scheme].connect(self.metadata, self._nonces, self)
+        if self._closed is not None:
+            await link.close()
+            raise self._closed
+        if link.lost is not None:
+            raise link.lost
+        self._links[scheme] = link
+        return link
+
+    def _connected(self, scheme: str, task: asyncio.Task[Link]) -> None:
+        self._connecting.pop(scheme, None)
+        if not task.cancelled():
+            task.exception()  # told to those who wait; nobody may
+
+    async def close(self, error: KVError | None = None) -> None:
+        """Fail what is running, end the links, wait until no memory is in use. Idempotent."""
+        cause = error or ConnectionLost(peer=str(self.name), transport="any", cause="the peer was removed")
+        self._closed = self._closed or cause
+        for flow in self.flows:
+            flow.stop(cause)
+        for task in self._connecting.values():
+            task.cancel()
+        await asyncio.gather(*self._connecting.values(), return_exceptions=True)
+        for link in list(self._links.values()):
+            await link.close()
+        for flow in self.flows:
+            await flow.released()

@@ -1,0 +1,114 @@
+"""A unit on the side that posts it: which of our cells, which of the peer's, and how to know that they are right."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv_core.block import Layout
+from kv_core.checksum import crc64
+from kv_transport.arena import Arena
+from kv_transport.arena_layout import ArenaLayout, IntArray
+from kv_transport.descriptors import Cells, equal_cells
+from kv_transport.frames import UnitHead, pack_checks
+from kv_transport.regions import Memory
+from kv_transport.tickets import KVForm, ReadGrant, WriteGrant
+from kv_transport.types import TransferPriority, XferOp
+from kv_transport.unit_header import combined, plain_header, ticket_header
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One unit.
+
+    Attributes:
+        op: WRITE moves our bytes to the peer, READ the peer's to us.
+        region: the peer's region; `cells.remote` are offsets in it.
+        local: our memory; `cells.local` are offsets in it.
+        ticket: the grant or lease that allows it; None for an open region.
+        layer, start, end: positions of the ticket.
+        arena, slots: our side when it is an arena: where checksums are read (WRITE) or stored (READ).
+        notif: sent with the last byte (writes).
+    """
+
+    op: XferOp
+    priority: TransferPriority
+    region: int
+    local: Memory
+    cells: Cells
+    ticket: WriteGrant | ReadGrant | None = None
+    layer: int = 0
+    start: int = 0
+    end: int = 0
+    arena: Arena | None = None
+    slots: IntArray | None = None
+    notif: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        return self.cells.nbytes
+
+    def source_checks(self) -> list[int] | None:
+        """CRC-64 of our cells as they were sealed; None where the memory keeps none. Seals what is not sealed yet.
+
+        Runs in the thread that is about to move the bytes.
+        """
+        if self.arena is None or self.slots is None:
+            return None
+        table = self.arena.checks[self.layer]
+        unsealed = self.slots[table[self.slots] == 0]
+        if len(unsealed):
+            self.arena.seal(self.layer, unsealed.tolist())
+        return [int(check) for check in table[self.slots]]
+
+    def take_checks(self) -> list[int]:
+        """`source_checks`, or a sum taken now over memory that keeps none."""
+        return self.source_checks() or [
+            crc64(self.local.data_view[offset : offset + size])
+            for offset, size in zip(self.cells.local.tolist(), self.cells.sizes.tolist(), strict=True)
+        ]
+
+    def store_checks(self, checks: list[int]) -> None:
+        """What was read is verified: it carries its checksums from now on."""
+        if self.arena is not None and self.slots is not None:
+            self.arena.checks[self.layer, self.slots] = np.array(checks, np.uint64)
+
+    def head(self, nonce: int, checks: list[int]) -> UnitHead:
+        """What the owner is told. `checks` of a read are not known yet: pass an empty list."""
+        sizes = self.cells.sizes.tolist()
+        checksum = combined(checks, sizes) if checks else 0
+        if self.ticket is not None:
+            header = ticket_header(self.ticket, self.layer, self.start, self.end, nonce, checksum)
+            runs: list[int] = []
+        else:
+            header = plain_header(len(sizes), nonce, checksum)
+            runs = [number for pair in zip(self.cells.remote.tolist(), sizes, strict=True) for number in pair]
+        return UnitHead(
+            ticket=self.ticket.ticket if self.ticket is not None else 0,
+            region=self.region,
+            layer=self.layer,
+            start=self.start,
+            end=self.end,
+            runs=runs,
+            checks=pack_checks(checks),
+            header=header.pack(),
+            notif=self.notif,
+        )
+
+
+NonceSource = Callable[[], int]
+"""Draws the nonce of the next attempt; grows by one."""
+
+
+def remote_shape(form: KVForm, num_slots: int) -> ArenaLayout:
+    """The shape of a peer's arena. Raises `KVError` for numbers that cannot be."""
+    return ArenaLayout(geometry=form.geometry(), num_slots=num_slots, layout=Layout(form.layout))
+
+
+def ticket_cells(
+    ticket: WriteGrant | ReadGrant, arena: Arena, slots: IntArray, layer: int, start: int, end: int
+) -> Cells:
+    """Cells between our `slots` and the positions `[start, end)` of a ticket, in one layer."""
+    shape = remote_shape(ticket.form, ticket.num_slots)
+    theirs = np.array(ticket.slots[start:end], np.int64)
+    return equal_cells(arena.shape.offsets(slots, layer), shape.offsets(theirs, layer), shape.cell_nbytes)
