@@ -115,6 +115,11 @@ class WaiterFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaReady:
+    """Reads and local events are taken from now on: the first synchronisation is done, or there is no peer."""
+
+
+@dataclass(frozen=True, slots=True)
 class PersistClockBound:
     """Write this to disk, then say `ClockBoundPersisted`. Until then stamps stay below the bound before it."""
 
@@ -162,6 +167,7 @@ Effect = (
     | RequestFenced
     | WaiterReady
     | WaiterFailed
+    | ReplicaReady
     | PersistClockBound
     | ReportClock
     | ReportResync

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_consistency.messages import ReplicaMessage
-from kv_consistency.update import UNOWNED, NamespaceRef, OwnerEpoch, Run, Tier
+from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier
 from kv_consistency.version_vector import CausalToken
 from kv_core.ids import Incarnation, NodeId, RequestId
 
@@ -90,11 +90,12 @@ class LocalOwn:
 
 @dataclass(frozen=True, slots=True)
 class LocalEnd:
-    """The request is over; its entry is unreadable from now on."""
+    """The request is over; its entry is unreadable from now on. `epoch`: whose work it was; None: the present
+    owner's."""
 
     at: Instant
     request_id: RequestId
-    epoch: OwnerEpoch = UNOWNED
+    epoch: OwnerEpoch | None = None
 
 
 @dataclass(frozen=True, slots=True)

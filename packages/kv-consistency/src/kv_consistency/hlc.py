@@ -109,6 +109,11 @@ class HybridLogicalClock:
         return Timestamp(self._wall, self._logical, self._node)
 
     @property
+    def wall_ns(self) -> int:
+        """The wall part of `last`."""
+        return self._wall
+
+    @property
     def bound_ns(self) -> int | None:
         """The persisted bound of walls."""
         return self._bound
@@ -124,7 +129,7 @@ class HybridLogicalClock:
             ClockJumpedError, ClockBoundReachedError: nothing was changed but the counters.
         """
         if now_ns is not None:
-            self._check_jump(wall_ns, now_ns)
+            self.check_jump(wall_ns, now_ns)
         if wall_ns > self._wall:
             wall, logical = wall_ns, 0
         else:
@@ -147,7 +152,7 @@ class HybridLogicalClock:
             ClockJumpedError, ClockBoundReachedError: as `tick`.
         """
         if now_ns is not None:
-            self._check_jump(wall_ns, now_ns)
+            self.check_jump(wall_ns, now_ns)
         own = self._wall
         far = remote.wall_ns
         ahead = far - (own if own > wall_ns else wall_ns)
@@ -196,21 +201,12 @@ class HybridLogicalClock:
         if self._bound is None or bound_ns > self._bound:
             self._bound = bound_ns
 
-    def accept_wall(self, wall_ns: int, now_ns: int) -> None:
-        """Trust the wall clock again as it reads now, after a jump that a person or a peer has confirmed."""
-        self._reference = (now_ns, wall_ns)
+    def check_jump(self, wall_ns: int, now_ns: int) -> None:
+        """Compare the wall with the monotonic clock; `tick` and `merge` do so when they are given both.
 
-    def expected_wall_ns(self, now_ns: int) -> int:
-        """What the wall should read at `now_ns` by the monotonic clock; our state where no reading was taken."""
-        if self._reference is None:
-            return self._wall
-        return self._reference[1] + now_ns - self._reference[0]
-
-    def stats(self) -> ClockStats:
-        """Counters."""
-        return ClockStats(self.last, self._bound, self._back_steps, self._jumps, self._refused, self._offset_seen)
-
-    def _check_jump(self, wall_ns: int, now_ns: int) -> None:
+        Raises:
+            ClockJumpedError: the wall ran ahead by more than the tolerance.
+        """
         reference = self._reference
         if reference is None:
             self._reference = (now_ns, wall_ns)
@@ -226,3 +222,17 @@ class HybridLogicalClock:
             raise ClockJumpedError(ahead_ns=ahead, jump_max_ns=self._jump_max)
         elif elapsed >= _REBASE_NS:
             self._reference = (now_ns, expected + min(ahead, elapsed // _DRIFT_DIVISOR))
+
+    def accept_wall(self, wall_ns: int, now_ns: int) -> None:
+        """Trust the wall clock again as it reads now, after a jump that a person or a peer has confirmed."""
+        self._reference = (now_ns, wall_ns)
+
+    def expected_wall_ns(self, now_ns: int) -> int:
+        """What the wall should read at `now_ns` by the monotonic clock; our state where no reading was taken."""
+        if self._reference is None:
+            return self._wall
+        return self._reference[1] + now_ns - self._reference[0]
+
+    def stats(self) -> ClockStats:
+        """Counters."""
+        return ClockStats(self.last, self._bound, self._back_steps, self._jumps, self._refused, self._offset_seen)

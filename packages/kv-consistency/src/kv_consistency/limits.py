@@ -62,6 +62,10 @@ MAX_SCOPES: Final = 8
 MAX_NAMESPACES: Final = 1 << 16
 """Namespaces that one replica follows."""
 
+MAX_RAISES: Final = 1 << 18
+"""Pairs of a scope and an origin that purged it, kept for ever: a purge an hour by each of four gateways for seven
+years."""
+
 MAX_CLAIMS_PER_SHELF: Final = 1 << 22
 """Blocks that one holder may claim in one namespace and tier; a 256th of them still fits one message."""
 

@@ -21,10 +21,9 @@ from kv_consistency.update import (
     Update,
     _Struct,
 )
-from kv_consistency.version_vector import Dot, Origin
+from kv_consistency.version_vector import Dot, Origin, Seen
 from kv_core.wire import Message
 
-Vector = Annotated[tuple[Dot, ...], Meta(max_length=limits.MAX_ORIGINS)]
 Cursor = Annotated[bytes, Meta(max_length=1024)]
 Updates = Annotated[tuple[Update, ...], Meta(max_length=limits.MAX_UPDATES_PER_BATCH)]
 META_BYTES: Final = 16
@@ -55,7 +54,7 @@ class Digest(Message, frozen=True, tag="consistency.digest"):
 
     seq: Count
     base: Count
-    seen: Vector
+    seen: Seen
     wall_ns: Count
     logical: Count
     answer: bool = False
@@ -96,17 +95,18 @@ class SyncRequest(Message, frozen=True, tag="consistency.sync_request"):
     """
 
     session: Count
-    have: Vector
+    have: Seen
     snapshots: Annotated[tuple[Origin, ...], Meta(max_length=limits.MAX_ORIGINS)] = ()
     cursor: Cursor = b""
 
 
 class RaiseCount(_Struct, frozen=True):
-    """How often one origin raised one scope."""
+    """How often one origin raised one scope, and the dot with which it last did."""
 
     scope: Scope
     origin: Origin
     count: Count
+    last: Count
 
 
 class EntryRow(_Struct, frozen=True):
@@ -149,6 +149,7 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
         snapshots: on the first page: the origins whose claims will be sent, because no log reaches back to what the
             requester has, each with the dot at which the pages begin.
         floors: on the first page: nodes whose lives below that incarnation are over and forgotten.
+        ready: False: the sender is new itself and has nothing to give.
     """
 
     session: Count
@@ -156,12 +157,13 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
     cursor: Cursor
     wall_ns: Count
     logical: Count
-    vector: Vector = ()
-    snapshots: Vector = ()
+    vector: Seen = ()
+    snapshots: Seen = ()
     floors: Annotated[tuple[Origin, ...], Meta(max_length=limits.MAX_ORIGINS)] = ()
     raises: tuple[RaiseCount, ...] = ()
     entries: tuple[EntryRow, ...] = ()
     claims: tuple[ClaimPage, ...] = ()
+    ready: bool = True
 
 
 ReplicaMessage = UpdateBatch | Digest | RangeRequest | RangeReply | SyncRequest | SyncPage

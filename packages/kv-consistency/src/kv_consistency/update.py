@@ -195,16 +195,36 @@ class Update(_Struct, frozen=True):
         return Timestamp(self.wall_ns, self.logical, node)
 
 
-def encoded_nbytes(update: Update) -> int:
-    """Bytes of an update on the wire."""
-    return len(_ENCODE(update))
+_UPDATE_NBYTES: Final = 32
+_OP_NBYTES: Final = 64
+_DEP_NBYTES: Final = 32
+_NODE_NBYTES: Final = 24
 
 
-_ENCODE = msgspec.msgpack.Encoder().encode
+def estimated_nbytes(update: Update) -> int:
+    """Bytes of an update on the wire, from above for names of usual length; for bounds, where encoding would cost
+    more than it is worth."""
+    total = _UPDATE_NBYTES + _DEP_NBYTES * len(update.deps)
+    for op in update.ops:
+        if isinstance(op, BlocksStored):
+            total += _OP_NBYTES + len(op.hashes) + len(op.checks)
+        elif isinstance(op, BlocksRemoved):
+            total += _OP_NBYTES + len(op.hashes)
+        elif isinstance(op, EntryWritten):
+            total += _OP_NBYTES + len(op.request_id) + _NODE_NBYTES * len(op.nodes)
+        elif isinstance(op, ScopesRaised):
+            total += _OP_NBYTES + HASH_BYTES * len(op.scopes)
+        else:
+            total += _OP_NBYTES
+    return total
 
 
 class Run(_Struct, frozen=True):
-    """Consecutive blocks of one sequence, as a node reports them: `BlocksStored` without what the replica adds."""
+    """Consecutive blocks of one sequence, as a node reports them.
+
+    `epoch` is for blocks that outlived a restart: the purges of their namespace that were known when they were made
+    (`namespace_epoch`, to be kept beside them). None: they are made now.
+    """
 
     namespace: NamespaceRef
     tier: Tier
@@ -212,6 +232,7 @@ class Run(_Struct, frozen=True):
     hashes: bytes
     checks: bytes
     shape: bytes = b""
+    epoch: int | None = None
 
 
 def pack_run(namespace: NamespaceRef, tier: Tier, start: int, blocks: Sequence[BlockHash], shape: bytes = b"") -> Run:

@@ -50,8 +50,15 @@ class Comparison(Enum):
     CONCURRENT = "concurrent"
 
 
-Seen = tuple[Dot, ...]
-"""A version vector on the wire: the highest dot of each origin, in order."""
+class Reach(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """How far something is in one origin; 0: it has nothing of it."""
+
+    origin: Origin
+    n: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_DOT)]
+
+
+Seen = Annotated[tuple[Reach, ...], msgspec.Meta(max_length=2 * limits.MAX_ORIGINS)]
+"""A version vector on the wire, or the difference between two, in order of origins."""
 
 
 class VersionVector:
@@ -63,7 +70,7 @@ class VersionVector:
         self._seen: dict[Origin, int] = {origin: n for origin, n in (seen or {}).items() if n > 0}
 
     @classmethod
-    def of(cls, dots: Iterable[Dot]) -> "VersionVector":
+    def of(cls, dots: Iterable[Dot | Reach]) -> "VersionVector":
         """The least vector that covers `dots`; also the way back from `to_wire`."""
         seen: dict[Origin, int] = {}
         for dot in dots:
@@ -87,7 +94,7 @@ class VersionVector:
         return hash(frozenset(self._seen.items()))
 
     def __repr__(self) -> str:
-        return f"VersionVector({', '.join(map(str, self.to_wire()))})"
+        return f"VersionVector({', '.join(f'{reach.origin}:{reach.n}' for reach in self.to_wire())})"
 
     def covers(self, dot: Dot) -> bool:
         """Whether `dot` is among those meant."""
@@ -123,17 +130,19 @@ class VersionVector:
         return self if self.covers(dot) else VersionVector({**self._seen, dot.origin: dot.n})
 
     def delta(self, base: "VersionVector") -> Seen:
-        """What must be told to one who knows that we covered `base`: the origins in which we are further."""
-        old = base._seen
-        return tuple(Dot(origin, n) for origin, n in sorted(self._seen.items()) if n > old.get(origin, 0))
+        """What must be told to one who takes us for `base`: the origins in which we are further or less far."""
+        old, mine = base._seen, self._seen
+        changed = [Reach(origin, n) for origin, n in mine.items() if n != old.get(origin, 0)]
+        changed += [Reach(origin, 0) for origin in old if origin not in mine]
+        return tuple(sorted(changed))
 
     def updated(self, delta: Seen) -> "VersionVector":
         """The vector of which `delta` was made against this one."""
-        return self.merge(VersionVector.of(delta))
+        return VersionVector({**self._seen, **{reach.origin: reach.n for reach in delta}})
 
     def to_wire(self) -> Seen:
-        """The highest dot of each origin, in order of origins."""
-        return tuple(Dot(origin, n) for origin, n in sorted(self._seen.items()))
+        """How far it is in each origin, in order of origins."""
+        return tuple(Reach(origin, n) for origin, n in sorted(self._seen.items()))
 
 
 class CausalToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -152,7 +161,7 @@ class CausalToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Raises:
             TokenTooLargeError: more origins than a token may name.
         """
-        seen = VersionVector.of(dots).to_wire()
+        seen = tuple(Dot(reach.origin, reach.n) for reach in VersionVector.of(dots).to_wire())
         if len(seen) > limits.MAX_TOKEN_DOTS:
             raise TokenTooLargeError(have=len(seen), limit=limits.MAX_TOKEN_DOTS)
         return cls(seen)
