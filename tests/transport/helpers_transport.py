@@ -1,7 +1,8 @@
 """Two or more agents in one process, introduced to each other, with arenas full of known bytes."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +91,13 @@ async def node(
             await engine.close()
     finally:
         arena.close()
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 10) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - nobody announces these states
+            await asyncio.sleep(0.01)
 
 
 def introduce(*nodes: Node) -> None:

@@ -8,6 +8,7 @@ from kv_transport.futures import TransferFuture
 from kv_transport.handover import Handover
 from kv_transport.inbound import Inbound, LayerArrival
 from kv_transport.regions import Inventory, InventoryItem, MemoryRegion, Notif, SharedBuffer, XferDesc
+from kv_transport.stats import AgentStats, PeerStats
 from kv_transport.tickets import AgentMetadata, KVForm, ReadGrant, RegionInfo, WriteGrant
 from kv_transport.types import Access, PeerName, TransferPriority, TransferStats, XferOp, XferState
 from kv_transport.xfer import Xfer, XferDlist
@@ -15,6 +16,7 @@ from kv_transport.xfer import Xfer, XferDlist
 __all__ = [
     "Access",
     "AgentMetadata",
+    "AgentStats",
     "Arena",
     "Handover",
     "Inbound",
@@ -26,6 +28,7 @@ __all__ = [
     "MemoryRegion",
     "Notif",
     "PeerName",
+    "PeerStats",
     "ReadGrant",
     "RegionInfo",
     "SharedBuffer",

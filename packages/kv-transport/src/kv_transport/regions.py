@@ -84,6 +84,12 @@ class SharedBuffer:
             raise InvalidDescriptor(what="buffer", value=self.name, reason="it is closed")
         return self._fd
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Idempotent; peers keep their own mapping."""
         if self._fd < 0:

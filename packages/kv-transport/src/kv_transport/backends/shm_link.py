@@ -25,7 +25,7 @@ from kv_transport.errors import (
 )
 from kv_transport.frames import Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
 from kv_transport.regions import MappedBuffer
-from kv_transport.tickets import AgentMetadata, ReadGrant
+from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
 from kv_transport.types import XferOp
 from kv_transport.units import NonceSource, Unit, remote_shape
 from kv_transport.workers import WorkerPool
@@ -139,6 +139,8 @@ class ShmLink(Link):
 
     def _write(self, seq: int, unit: Unit, memory: _Mapping, nonce: int, stopped: Callable[[], bool]) -> None:
         expected = unit.take_checks()
+        if unit.ticket is not None and isinstance(memory, ArenaView):
+            require_generations(memory, unit.ticket, unit.start, unit.end)
         checks = copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
         self._compare(unit, checks, expected)
         # The doorbell: rung by the thread that placed the bytes.
@@ -157,13 +159,7 @@ class ShmLink(Link):
         checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
         expected = [int(check) for check in memory.checks[unit.layer, slots]]
         # After the copy: had the slots been given to other content meanwhile, this shows it.
-        found = memory.generations[slots].tolist()
-        granted = grant.generations[unit.start : unit.end]
-        if found != granted:
-            slot, now, then = next(
-                item for item in zip(slots.tolist(), found, granted, strict=True) if item[1] != item[2]
-            )
-            raise StaleGeneration(region=grant.region, slot=slot, found=now, expected=then)
+        require_generations(memory, grant, unit.start, unit.end)
         require_lease(memory, grant)
         self._compare(unit, checks, expected)
         unit.store_checks(checks)
@@ -242,6 +238,15 @@ def copy_checks(memory: _Mapping, unit: Unit) -> list[int]:
         crc64(view[offset : offset + size])
         for offset, size in zip(unit.cells.remote.tolist(), unit.cells.sizes.tolist(), strict=True)
     ]
+
+
+def require_generations(memory: ArenaView, ticket: WriteGrant | ReadGrant, start: int, end: int) -> None:
+    """The owner's slots still hold what the ticket is about. Raises `StaleGeneration`."""
+    slots = ticket.slots[start:end]
+    found, granted = memory.generations[slots].tolist(), ticket.generations[start:end]
+    if found != granted:
+        slot, now, then = next(item for item in zip(slots, found, granted, strict=True) if item[1] != item[2])
+        raise StaleGeneration(region=ticket.region, slot=slot, found=now, expected=then)
 
 
 def require_lease(memory: ArenaView, grant: ReadGrant) -> None:
