@@ -141,10 +141,17 @@ class DrainingError(GatewayError, RetryableError):
 
 
 class SlowReaderError(GatewayError):
-    """The client did not read what was sent to it for too long, so its request was ended."""
+    """Tokens came faster than the client reads and than its stream holds, so its request was ended."""
 
     code = 7218
     template = "the client does not read its answer: {detail}"
+
+
+class ClientStalledError(SlowReaderError):
+    """The client left what was sent to it unread for too long; its connection is gone, so nobody sees this."""
+
+    code = 7222
+    template = "the client read nothing for {timeout_s} s"
 
 
 class StreamProtocolError(GatewayError):

@@ -25,8 +25,8 @@ from kv_services.gateway import limits
 from kv_services.gateway.admission import RequestLimits, ServedModel, admit, find_model, prompt_tokens
 from kv_services.gateway.answers import AnswerSource, error_event, streamed_answer, whole_answer
 from kv_services.gateway.completer import Completer, GenerationRequest, GenerationStream, RequestRecord
-from kv_services.gateway.errors import DrainingError, GatewayError, OverloadedError, SlowReaderError, fault_of
-from kv_services.gateway.http_io import REQUEST_ID_HEADER, SseSink, read_json_body, send_whole
+from kv_services.gateway.errors import DrainingError, GatewayError, HttpFault, OverloadedError, fault_of
+from kv_services.gateway.http_io import REQUEST_ID_HEADER, SseSink, client_gone, read_json_body, send_whole
 from kv_services.gateway.openai_answers import AnswerForm, AnswerHead, ChatForm, CompletionForm
 from kv_services.gateway.openai_schema import AnyRequest, ChatRequest
 from kv_services.gateway.tenancy import ApiKeys, Caller
@@ -105,10 +105,10 @@ class Generation:
         Raises:
             KVError: refused or failed, and nothing was sent yet.
             ConnectionError: the client has gone.
-            SlowReaderError: the client was dropped for not reading.
+            ClientStalledError: the client was dropped for not reading.
         """
         record = RequestRecord(request_id, TenantId(""))
-        with self._recorded(record):
+        with self._recorded(request, record):
             caller = self._keys.caller(request.headers.get("Authorization"))
             record.tenant = caller.tenant
             with self._counted():
@@ -203,10 +203,8 @@ class Generation:
                 show_fabric=settings.show_fabric,
                 keepalive_s=settings.keepalive_s,
             )
-        except (ConnectionError, SlowReaderError):
-            raise
         except Exception as error:
-            if not sink.opened:
+            if not sink.opened or client_gone(request):
                 raise
             # The status is out already: the error is the last thing the stream says, whatever it is.
             failure = as_kv_error(error, record.request_id)
@@ -260,23 +258,26 @@ class Generation:
                 self._idle.set()
 
     @contextmanager
-    def _recorded(self, record: RequestRecord) -> Iterator[None]:
+    def _recorded(self, request: web.Request, record: RequestRecord) -> Iterator[None]:
         started_ns = self._clock.monotonic_ns()
         try:
             yield
-        except KVError as error:
-            record.outcome = fault_of(error).code
-            raise
-        except (ConnectionError, asyncio.CancelledError):
+        except asyncio.CancelledError:
             record.outcome = "disconnected"
             raise
-        except BaseException:
-            record.outcome = "internal_error"
+        except Exception as error:
+            gone = client_gone(request) and not isinstance(error, KVError)
+            record.outcome = "disconnected" if gone else fault_of_any(error).code
             raise
         finally:
             record.duration_ns = self._clock.monotonic_ns() - started_ns
             self._observe(record)
             _log_record(record)
+
+
+def fault_of_any(error: Exception) -> HttpFault:
+    """What HTTP says of any exception."""
+    return fault_of(error if isinstance(error, KVError) else GatewayError())
 
 
 def as_kv_error(error: Exception, request_id: RequestId) -> KVError:

@@ -13,8 +13,9 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -31,11 +32,10 @@ from kv_services.gateway.errors import (
     MethodNotAllowedError,
     PermissionDeniedError,
     RouteNotFoundError,
-    SlowReaderError,
     fault_of,
 )
 from kv_services.gateway.generation import Generation, GenerationSettings, Parse, as_kv_error
-from kv_services.gateway.http_io import JSON_TYPE, REQUEST_ID_HEADER, send_whole
+from kv_services.gateway.http_io import JSON_TYPE, REQUEST_ID_HEADER, client_gone, send_whole
 from kv_services.gateway.openai_answers import ModelCard, ModelList, encode, error_answer
 from kv_services.gateway.openai_schema import CHAT, COMPLETIONS, shorten
 from kv_services.gateway.tenancy import ApiKeys, is_loopback
@@ -168,7 +168,10 @@ class HttpFront:
         if runner is not None:
             await runner.cleanup()
         if server is not None:
-            await server.wait_closed()
+            # Every connection was closed above; a loop that lost count of them must not keep the process.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_GRACE_S):
+                    await server.wait_closed()
 
     def stats(self) -> FrontStats:
         """What is open now."""
@@ -205,11 +208,12 @@ class HttpFront:
                 if method and request.method != method and (method, request.method) != ("GET", "HEAD"):
                     raise MethodNotAllowedError(method=shorten(request.method), allowed=method)
                 return await handler(request, request_id)
-            except SlowReaderError as error:
-                raise ConnectionAbortedError(str(error)) from error
-            except ConnectionError:
-                raise
             except Exception as error:
+                if client_gone(request):
+                    if not isinstance(error, ConnectionError):
+                        as_kv_error(error, request_id)  # a bug is logged also when nobody waits
+                    # aiohttp finds out by itself when it tries to send this, and says nothing.
+                    return web.Response()
                 # The one place where a bug in a request becomes that request's answer instead of everybody's end.
                 return await self._refuse(request, request_id, error)
 
@@ -290,11 +294,10 @@ class _FullProtocol(asyncio.Protocol):
     """Tells one connection too many so, and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        )
-        transport.close()
+        # uvloop's transports have the methods of `asyncio.Transport` and not its type.
+        stream = cast(asyncio.Transport, transport)
+        stream.write(_FULL)
+        stream.close()
 
 
 class _PeerFaultsAreNoErrors(logging.Filter):

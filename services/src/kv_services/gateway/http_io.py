@@ -18,9 +18,9 @@ from aiohttp.web_protocol import RequestPayloadError
 from kv_services.gateway.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
+    ClientStalledError,
     InvalidRequestError,
     MediaTypeError,
-    SlowReaderError,
 )
 from kv_services.gateway.limits import MAX_BODY_BYTES, WRITE_PIECE_BYTES
 
@@ -90,7 +90,7 @@ class SseSink:
         """Send one event; waits while the client has too much unread.
 
         Raises:
-            SlowReaderError: it read nothing for the stall limit; the connection is gone.
+            ClientStalledError: it read nothing for the stall limit; the connection is gone.
             ConnectionError: the client has gone.
         """
         await _write(self._request, self.response, data, self._stall_timeout_s)
@@ -112,7 +112,7 @@ async def send_whole(
     """Send a whole answer in pieces, each under the stall limit.
 
     Raises:
-        SlowReaderError, ConnectionError: as `SseSink.send`.
+        ClientStalledError, ConnectionError: as `SseSink.send`.
     """
     response = web.StreamResponse(status=status, headers={"Content-Type": content_type, **headers})
     response.content_length = len(body)
@@ -140,11 +140,16 @@ async def _finish(request: web.BaseRequest, response: web.StreamResponse, stall_
         raise _drop(request, stall_timeout_s) from None
 
 
-def _drop(request: web.BaseRequest, stall_timeout_s: float) -> SlowReaderError:
+def _drop(request: web.BaseRequest, stall_timeout_s: float) -> ClientStalledError:
     # Closing would wait for the client to take what it does not take.
     if request.transport is not None:
         request.transport.abort()
-    return SlowReaderError(detail=f"nothing was read for {stall_timeout_s} s")
+    return ClientStalledError(timeout_s=stall_timeout_s)
+
+
+def client_gone(request: web.BaseRequest) -> bool:
+    """Whether nobody is there to be answered. A `ConnectionError` while somebody is there is not the client's."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _check_media_type(request: web.BaseRequest) -> None:
