@@ -13,7 +13,7 @@ from kv_services.launch.errors import LaunchError, NoFreePortError, ProcessExite
 from kv_services.launch.group import START_TIMEOUT_S, STOP_ORDER, ProcessGroup
 from kv_services.launch.keys import write_keys
 from kv_services.launch.local_config import local_config
-from kv_services.launch.ports import PortReservation
+from kv_services.launch.ports import PortReservation, ephemeral_low
 from kv_services.launch.processes import ManagedProcess, ProcessState
 from kv_services.launch.signals import finish, run_until_signal
 
@@ -29,6 +29,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessNotReadyError",
     "ProcessState",
+    "ephemeral_low",
     "finish",
     "local_config",
     "run_until_signal",

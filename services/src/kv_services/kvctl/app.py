@@ -1,0 +1,139 @@
+"""The commands, their options and their help. What they do lies in one module each, imported when it is asked for.
+
+Exit status: 0 done, 1 an error that the last line names, 2 a wrong command line, 128 + n ended by signal n.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from kv_core.dtypes import DType
+from kv_core.errors import KVError
+from kv_core.geometry import Attention
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="kvctl",
+    help="Run, look at and size a distributed KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+keys_app = typer.Typer(help="Key pairs of a cluster's processes.", no_args_is_help=True)
+config_app = typer.Typer(help="The file that describes a cluster.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The cluster file.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def _guarded(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Turn an error of ours into its sentence and exit status 1; anything else is a bug and keeps its traceback."""
+
+    @wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            status = command(*args, **kwargs)
+        except KVError as error:
+            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(1) from None
+        raise typer.Exit(status or 0)
+
+    return guarded
+
+
+@app.command()
+@_guarded
+def size(
+    model: Annotated[str, typer.Option(help="Preset name, a Hugging Face config.json, or a GGUF file.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Length of the sequence.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Element type of the KV.")] = DType.FP16,
+    attention: Annotated[
+        Attention | None, typer.Option(help="As if the model had been built with this attention.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a block.")] = 16,
+    json: Json = False,
+) -> None:
+    """How many bytes of KV a model makes: per token and layer, per token, per sequence."""
+    from kv_services.kvctl import size as command
+
+    command.show(model, tokens, dtype, attention, block_size, json)
+
+
+@keys_app.command("init")
+@_guarded
+def keys_init(
+    file: ConfigFile,
+    node: Annotated[list[str] | None, typer.Option(help="Only for this node; may be given more than once.")] = None,
+) -> None:
+    """Make the key pairs that are missing, and the list of the keys that the cluster admits.
+
+    Existing keys are kept. The list is written anew: nodes that left the file are no longer admitted.
+    """
+    from kv_services.kvctl import files
+
+    files.init_keys(file, node)
+
+
+@config_app.command("check")
+@_guarded
+def config_check(file: ConfigFile, json: Json = False) -> int:
+    """Say whether a cluster file is right, and what in it deserves a second look."""
+    from kv_services.kvctl import files
+
+    return files.check(file, json)
+
+
+@config_app.command("example")
+@_guarded
+def config_example() -> None:
+    """Print a cluster file with every field, its meaning and its default, on ports that are free here."""
+    from kv_services.kvctl import files
+
+    files.example()
+
+
+@app.command()
+@_guarded
+def up(
+    file: ConfigFile,
+    node: Annotated[list[str] | None, typer.Option(help="Only this node; may be given more than once.")] = None,
+) -> int:
+    """Run the processes of a cluster file in the foreground, until Ctrl-C; a second one does not wait for them."""
+    from kv_services.kvctl import up as command
+
+    return command.run(file, node)
+
+
+@app.command()
+@_guarded
+def status(
+    file: ConfigFile,
+    json: Json = False,
+    watch: Annotated[
+        float | None, typer.Option(min=0.2, metavar="SECONDS", help="Show it again every so often, until Ctrl-C.")
+    ] = None,
+) -> int:
+    """Ask every process of a cluster file how it is. Exit status 1 when one does not answer or is not well."""
+    from kv_services.kvctl import status as command
+
+    return command.run(file, json, watch)
+
+
+@app.command()
+@_guarded
+def demo(
+    requests: Annotated[int, typer.Option(min=1, max=64, help="Chat requests to answer.")] = 8,
+    model: Annotated[Path | None, typer.Option(help="A Llama-type GGUF instead of the packaged SmolLM2-135M.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with logs and state.")] = False,
+) -> int:
+    """Start a cluster on this machine, answer chat requests, and compare every token with a single process."""
+    from kv_services.kvctl.demo import command
+
+    return command.run(requests, model, json, keep)

@@ -1,0 +1,1 @@
+"""`kvctl demo`: a real cluster on this machine, real chat requests, and every token compared with a single process."""
