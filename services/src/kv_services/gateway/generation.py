@@ -219,8 +219,8 @@ class Generation:
         write = await whole_answer(
             source, self._form(prepared), keep_tokens=top is not None, show_fabric=self._settings.show_fabric
         )
-        pieces = source.state.num_tokens * (1 if top is None else 20 * (top + 1))
-        body = await self._in_thread_if(pieces > limits.OFFLOAD_BYTES, write)
+        candidates = 0 if top is None else source.state.num_tokens * (top + 1)
+        body = await self._in_thread_if(candidates > limits.OFFLOAD_CANDIDATES, write)
         return await send_whole(
             request,
             200,

@@ -8,8 +8,11 @@ MAX_BODY_BYTES: Final = 4 << 20
 BODY_TIMEOUT_S: Final = 30.0
 """For a whole body: 4 MiB at 1.2 Mbit/s."""
 
-OFFLOAD_BYTES: Final = 8 << 10
-"""Longer texts and bodies are read and tokenised in a thread: shorter ones take less than a millisecond."""
+OFFLOAD_BYTES: Final = 1 << 10
+"""Longer bodies are read and tokenised in a thread: byte-pair encoding does about 1 KiB in a millisecond."""
+
+OFFLOAD_CANDIDATES: Final = 512
+"""An answer with more log-probabilities is written in a thread: each takes about 2 µs."""
 
 MAX_CONNECTIONS: Final = 4096
 """Open client connections; each may hold a read buffer of 64 KiB and a write buffer of 128 KiB."""
