@@ -58,7 +58,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ClusterSection(_Section, frozen=True, kw_only=True):
     """The cluster as a whole."""
 
-    name: Annotated[Name, Meta(description="name of the cluster; part of nothing that is hashed")] = "kv"
+    name: Annotated[Name, Meta(description="name of the cluster, shown in its status and its list of keys")] = "kv"
     state_dir: Annotated[
         str,
         Meta(min_length=1, description="folder of keys, logs and persisted clocks; relative to this file"),
@@ -175,7 +175,7 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
         Meta(min_length=1, description="bearer tokens of this tenant, 16 characters or more"),
     ]
     salt: Annotated[
-        str, Meta(max_length=128, description="part of the tenant's namespace; empty: derived from the id")
+        str, Meta(max_length=128, description="kept secret, part of the tenant's namespace beside its id")
     ] = ""
     pin_quota: Annotated[Bytes, Meta(description="most KV the tenant may keep pinned on one node")] = "0 B"
     shares_with: Annotated[list[Name], Meta(description="ids of tenants that may read this tenant's prefixes")] = []

@@ -77,8 +77,8 @@ def describe(kind: mi.Type) -> str:
 
 def _number(kind: mi.IntType | mi.FloatType) -> str:
     word = "a whole number" if isinstance(kind, mi.IntType) else "a number"
-    low = f"from {kind.ge}" if kind.ge is not None else f"above {kind.gt}" if kind.gt is not None else ""
-    high = f"to {kind.le}" if kind.le is not None else f"below {kind.lt}" if kind.lt is not None else ""
+    low = f"from {kind.ge:.0f}" if kind.ge is not None else f"above {kind.gt:.0f}" if kind.gt is not None else ""
+    high = f"to {kind.le:.0f}" if kind.le is not None else f"below {kind.lt:.0f}" if kind.lt is not None else ""
     return " ".join(filter(None, (word, low, high)))
 
 
