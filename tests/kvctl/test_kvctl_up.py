@@ -131,12 +131,19 @@ def test_one_cluster_is_not_run_twice(file: Path) -> None:
         assert len(children(up.pid)) == 4
 
 
-def test_output_that_nobody_reads_any_more_ends_up(file: Path) -> None:
+@pytest.mark.parametrize(("then", "status"), [(signal.SIGINT, 130), (None, 1)], ids=["interrupted", "a process dies"])
+def test_output_that_nobody_reads_any_more_ends_up_in_order(
+    file: Path, then: signal.Signals | None, status: int
+) -> None:
     with started(file) as up:
         read_until(up, "4 processes are ready")
         pids = children(up.pid)
         assert up.stdout is not None
         up.stdout.close()
-        up.send_signal(signal.SIGINT)
-        up.wait(30)
+        if then is not None:
+            up.send_signal(then)
+        else:
+            # What it says of this goes nowhere, which it notices.
+            os.kill(pids[0], signal.SIGKILL)
+        assert up.wait(30) == status
     assert all(map(ended, pids))
