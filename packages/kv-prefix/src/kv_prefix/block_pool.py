@@ -3,8 +3,8 @@
 The pool decides; it never touches memory, and knows slots and generations only. One node's actor owns it and calls it
 from one place. Blocks are found by hash and then by comparing the tokens of the whole prefix from block 0.
 
-B1: `free + cached + pinned == total`, at every step. Cached: committed content, no holder, evictable. Pinned: held by
-    at least one receipt. Free: neither.
+B1: `free + cached + pinned == total`, at every step. Pinned: held by a receipt, or the beginning of a prefix that is
+    held further down. Cached: committed content and not pinned, so evictable. Free: neither.
 B2: a slot's generation is raised when the slot is handed out, before its first new byte can be written.
 B3: a committed block's parent is committed too: eviction takes leaves, removal takes the whole subtree. So a match is
     a walk, and no hole can be counted.
@@ -13,87 +13,27 @@ B5: `match` changes nothing. Calls that fail change nothing.
 B6: a block that someone else can read is never written: whoever appends copies first.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from kv_core.block import BlockRef
-from kv_core.hashing import BlockHash, Extra, Tokens
-from kv_core.ids import NodeId, RegionId
-from kv_prefix.events import PoolEvent, RemovalReason
-from kv_prefix.eviction import EvictionPolicy
-from kv_prefix.pins import HoldInfo, Receipt
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """A snapshot; `free + cached + pinned == total`. The rest counts since the pool was made."""
-
-    total: int
-    free: int
-    cached: int
-    pinned: int
-    leases: int
-    operator_pins: int
-    evicted: int
-    deduplicated: int
-    collisions: int
-    copies: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartialMatch:
-    """The first `num_tokens` tokens in `ref`, less than a block, continue the match. To use them, copy the block."""
-
-    ref: BlockRef
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMatch:
-    """The longest prefix of a prompt that the pool holds; names blocks but does not hold them.
-
-    Attributes:
-        namespace: digest of the namespace that was asked.
-        block_hashes: of the matched full blocks, from block 0.
-        refs: where they lie.
-        partial: what of the block after them is held too.
-        num_tokens: matched tokens, partial ones included; always less than the prompt's.
-    """
-
-    namespace: bytes
-    block_hashes: tuple[BlockHash, ...]
-    refs: tuple[BlockRef, ...]
-    partial: PartialMatch | None
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBlock:
-    """Copy the first `num_tokens` tokens of `src` to `dst`, then give `receipt` back: it keeps `src` in place."""
-
-    src: BlockRef
-    dst: BlockRef
-    num_tokens: int
-    receipt: Receipt
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A request's table was opened. `copy` must be performed before the table's block after the match is used."""
-
-    table: Receipt
-    refs: tuple[BlockRef, ...]
-    num_matched: int
-    copy: CopyBlock | None
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A remote reader's right to read `refs` until `receipt.until_ns`."""
-
-    receipt: Receipt
-    refs: tuple[BlockRef, ...]
-    block_hashes: tuple[BlockHash, ...]
+from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra, Tokens, token_bytes
+from kv_core.ids import Generation, NodeId, RegionId
+from kv_prefix import limits
+from kv_prefix.committing import Outcome, commit_block, keep_tail, require_fit, runs
+from kv_prefix.errors import (
+    BlockMismatchError,
+    DigestMismatchError,
+    InvalidRequestError,
+    NotHeldError,
+    PinQuotaExceededError,
+    StaleMatchError,
+)
+from kv_prefix.events import BlocksStored, PoolEvent, RemovalReason
+from kv_prefix.eviction import EvictionPolicy, make_eviction_policy
+from kv_prefix.matching import continue_partially, extras_by_block, stored_digest, walk
+from kv_prefix.pins import Hold, HoldInfo, HoldKind, HoldTable, Receipt, Tail
+from kv_prefix.pool_types import CopyBlock, Lease, Opened, PartialMatch, PoolMatch, PoolStats
+from kv_prefix.slots import ROOT, SlotTable
 
 
 class BlockPool:
@@ -105,6 +45,9 @@ class BlockPool:
         region: the arena's region, put into every reference.
         policy: eviction strategy over `num_slots` slots; `adaptive` when None.
         pin_quota: blocks that operators may pin; half the pool when None.
+
+    Raises:
+        InvalidRequestError: a size is out of range.
     """
 
     def __init__(
@@ -116,7 +59,22 @@ class BlockPool:
         policy: EvictionPolicy | None = None,
         pin_quota: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        if not 0 < num_slots <= limits.MAX_SLOTS:
+            raise InvalidRequestError(name="num_slots", value=num_slots, rule=f"need 1 to {limits.MAX_SLOTS}")
+        if block_size < 1:
+            raise InvalidRequestError(name="block_size", value=block_size, rule="need at least 1")
+        self._region = region
+        self._pin_quota = num_slots // 2 if pin_quota is None else pin_quota
+        self._slots = SlotTable(num_slots, block_size, policy or make_eviction_policy("adaptive", num_slots))
+        self._holds = HoldTable()
+        self._operator_pins: dict[int, int] = {}
+        self._outcomes = dict.fromkeys(Outcome, 0)
+        self._num_copies = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._slots.block_size
 
     def match(
         self,
@@ -128,23 +86,57 @@ class BlockPool:
         """The longest prefix of the prompt `tokens` held here; the last token is never matched. Changes nothing.
 
         Args:
+            namespace: digest of the prompt's namespace.
             block_hashes: of the prompt's full blocks, from block 0.
             tokens: the whole prompt, as integers or as a uint32 little-endian buffer.
             extras: content behind placeholder tokens, with positions in the sequence.
         """
-        raise NotImplementedError
+        raw = token_bytes(tokens)
+        num_usable = max(len(raw) // TOKEN_BYTES - 1, 0)
+        num_blocks = min(num_usable // self.block_size, len(block_hashes))
+        extras_of = extras_by_block(extras, 0, num_blocks + 1, self.block_size)
+        matched = walk(self._slots, namespace, block_hashes[:num_blocks], raw, extras_of)
+        beyond = continue_partially(self._slots, namespace, matched, raw[: num_usable * TOKEN_BYTES], extras_of)
+        return PoolMatch(
+            namespace,
+            tuple(block_hashes[: len(matched)]),
+            self._refs(matched),
+            PartialMatch(self._ref(beyond[0]), beyond[1]) if beyond else None,
+            len(matched) * self.block_size + (beyond[1] if beyond else 0),
+        )
 
     def open(self, owner: str, match: PoolMatch | None = None, num_new: int = 0, *, use_partial: bool = True) -> Opened:
         """Open a request's table on `match` plus `num_new` fresh slots; all or nothing.
 
-        The matched partial block, if any and wanted, is the first of the fresh slots and comes with a copy to perform
-        (`num_new` must then be at least 1).
+        The matched partial block is used if wanted and if `num_new` is at least 1: it is then the first block after
+        the full ones, and comes with a copy to perform unless nobody else could still read it.
 
         Raises:
             NoSpaceError: not enough slots are free or evictable; nothing was changed.
             StaleMatchError: a matched block was evicted since; match again.
         """
-        raise NotImplementedError
+        if num_new < 0:
+            raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
+        matched = self._resolve_match(match) if match else []
+        partial = match.partial if match and use_partial and num_new else None
+        source = self._resolve((partial.ref,), findable=True) if partial else []
+        # A part-filled block that nobody holds is continued where it lies: its tokens stay, and no copy is needed.
+        adopt = partial is not None and self._may_adopt(source[0], partial.num_tokens)
+        self._slots.require(num_new - adopt, sum(map(self._slots.is_cached, (*matched, *source))))
+        hold = self._holds.add(HoldKind.TABLE, owner, matched)
+        hold.num_committed = len(matched)
+        self._acquire(matched)
+        self._acquire(source)
+        if adopt:
+            self._slots.withdraw(source[0])
+            self._slots.generation[source[0]] += 1
+            hold.slots.extend(source)
+        hold.slots.extend(self._slots.take(num_new - adopt))
+        num_tokens = hold.num_committed * self.block_size + (partial.num_tokens if partial else 0)
+        copy = None
+        if partial is not None and not adopt:
+            copy = self._copy(owner, source[0], hold.slots[hold.num_committed], partial.num_tokens)
+        return Opened(hold.receipt, self._refs(hold.slots), num_tokens, copy)
 
     def append(self, table: Receipt, num_new: int = 1) -> tuple[BlockRef, ...]:
         """Add `num_new` fresh slots to the end of a table; all or nothing.
@@ -153,7 +145,13 @@ class BlockPool:
             NoSpaceError: not enough slots are free or evictable; nothing was changed.
             UnknownReceiptError: the table was released.
         """
-        raise NotImplementedError
+        if num_new < 0:
+            raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
+        hold = self._holds.get(table, HoldKind.TABLE)
+        taken = self._slots.take(num_new)
+        hold.slots.extend(taken)
+        hold.tail = None
+        return self._refs(taken)
 
     def commit(
         self,
@@ -167,34 +165,105 @@ class BlockPool:
         """Make full, written blocks of a table findable under their hashes; returns where each lies from now on.
 
         A block whose content is held already is not stored twice: the table gets the held one, its own slot is freed
-        (unless someone else holds that too), and the returned reference differs from the one handed out.
-        Blocks before `first_block_idx` must be committed.
+        (unless someone else holds that too), and the returned reference differs from the one handed out. A block that
+        cannot be shared (its hash is taken by other content, or its parent was purged meanwhile) stays the table's own.
+
+        Args:
+            first_block_idx: position of the first of them; every block before it must have been committed.
+            tokens: of these blocks only.
+            extras: content behind placeholder tokens, with positions in the sequence.
 
         Raises:
             BlockMismatchError: counts, sizes or order do not fit the table; nothing was changed.
             UnknownReceiptError: the table was released.
         """
-        raise NotImplementedError
+        hold = self._holds.get(table, HoldKind.TABLE)
+        raw = token_bytes(tokens)
+        end = first_block_idx + len(block_hashes)
+        require_fit(self._slots, hold, namespace, first_block_idx, block_hashes, len(raw))
+        extras_of = extras_by_block(extras, first_block_idx, end, self.block_size)
+        nbytes = self._slots.block_nbytes
+        stored: list[int] = []
+        for i, block_hash in enumerate(block_hashes):
+            block_idx = first_block_idx + i
+            piece = raw[i * nbytes : (i + 1) * nbytes]
+            touching = extras_of.get(block_idx, ())
+            outcome = commit_block(self._slots, hold, namespace, block_idx, block_hash, piece, touching)
+            self._outcomes[outcome] += 1
+            if outcome is Outcome.STORED:
+                stored.append(hold.slots[block_idx])
+        self._slots.events.extend(map(self._stored_event, runs(self._slots, stored)))
+        hold.num_committed = max(hold.num_committed, end)
+        hold.tail = None
+        return self._refs(hold.slots[first_block_idx:end])
 
-    def commit_tail(self, table: Receipt, tokens: Tokens) -> None:
-        """State the tokens of the table's last, part-filled block, so that it can be found by token comparison."""
-        raise NotImplementedError
+    def commit_tail(self, table: Receipt, namespace: bytes, tokens: Tokens, extras: Sequence[Extra] = ()) -> None:
+        """State the tokens in a table's last, part-filled block: once the table is released, others can match them.
 
-    def fork(self, table: Receipt, owner: str) -> Opened:
-        """A second table over the same blocks, by reference; nothing is copied until one of the two appends."""
-        raise NotImplementedError
+        Raises:
+            BlockMismatchError: the block before it was not committed, or `tokens` fill the block.
+            UnknownReceiptError: the table was released.
+        """
+        hold = self._holds.get(table, HoldKind.TABLE)
+        raw = token_bytes(tokens)
+        last = len(hold.slots) - 1
+        if hold.num_committed != last or len(raw) >= self._slots.block_nbytes:
+            raise BlockMismatchError(
+                detail=f"a tail of {len(raw) // TOKEN_BYTES} tokens after {hold.num_committed} full blocks "
+                f"in a table of {last + 1}"
+            )
+        touching = extras_by_block(extras, last, last + 1, self.block_size).get(last, ())
+        hold.tail = Tail(namespace, raw, touching) if raw else None
 
-    def prepare_append(self, table: Receipt) -> CopyBlock | None:
-        """To be called before writing into the table's last block: the copy to make first, or None when it is unshared.
+    def fork(self, table: Receipt, owner: str, num_tokens: int) -> Opened:
+        """A second table over the blocks that hold the first `num_tokens` tokens, by reference.
+
+        Nothing is copied until one of the two writes behind them (`prepare_append`).
+
+        Raises:
+            BlockMismatchError: the table has no room for that many tokens.
+            UnknownReceiptError: the table was released.
+        """
+        source = self._holds.get(table, HoldKind.TABLE)
+        num_blocks = -(-num_tokens // self.block_size)
+        if not 0 <= num_blocks <= len(source.slots):
+            raise BlockMismatchError(detail=f"{num_tokens} tokens in a table of {len(source.slots)} blocks")
+        hold = self._holds.add(HoldKind.TABLE, owner, source.slots[:num_blocks])
+        self._acquire(hold.slots)
+        hold.num_committed = min(source.num_committed, num_tokens // self.block_size)
+        return Opened(hold.receipt, self._refs(hold.slots), num_tokens, None)
+
+    def prepare_append(self, table: Receipt, num_tokens: int) -> CopyBlock | None:
+        """Before writing behind the first `num_tokens` tokens of a table: the copy to make first, if any.
+
+        None means that nobody else can read the block that comes to be written, so it may be written in place.
 
         Raises:
             NoSpaceError: there is no slot to copy to; nothing was changed.
+            BlockMismatchError: the table has no block for the next token.
+            UnknownReceiptError: the table was released.
         """
-        raise NotImplementedError
+        hold = self._holds.get(table, HoldKind.TABLE)
+        block_idx, num_kept = divmod(num_tokens, self.block_size)
+        if not 0 <= block_idx < len(hold.slots):
+            raise BlockMismatchError(detail=f"no block behind {num_tokens} tokens in a table of {len(hold.slots)}")
+        source = hold.slots[block_idx]
+        if self._slots.refs[source] > 1 or self._slots.committed[source]:
+            (hold.slots[block_idx],) = self._slots.take(1)
+            hold.num_committed = min(hold.num_committed, block_idx)
+            hold.tail = None
+            # The table's own reference to the source becomes the copy's.
+            return self._copy(hold.receipt.owner, source, hold.slots[block_idx], num_kept)
+        hold.tail = None
+        return None
 
-    def refs(self, table: Receipt) -> tuple[BlockRef, ...]:
-        """Where a table's blocks lie, in order."""
-        raise NotImplementedError
+    def refs(self, receipt: Receipt) -> tuple[BlockRef, ...]:
+        """Where the blocks of a table, or of any other hold, lie, in order.
+
+        Raises:
+            UnknownReceiptError: it was given back.
+        """
+        return self._refs(self._holds.get(receipt).slots)
 
     def release(self, receipt: Receipt) -> None:
         """Give back a table, lease, pin or copy source. Committed blocks stay, evictable tail first; others are freed.
@@ -202,7 +271,7 @@ class BlockPool:
         Raises:
             UnknownReceiptError: it was given back already.
         """
-        raise NotImplementedError
+        self._let_go(self._holds.remove(receipt))
 
     def lease(
         self,
@@ -217,68 +286,193 @@ class BlockPool:
         """Let `reader` read the blocks `first_block_idx ..` of the prefix that ends in `prefix_hash`.
 
         Args:
-            token_digest: `kv_core.hashing.token_digest` over all tokens and extras of the prefix from block 0, as the
-                reader knows them; compared with the same over the stored tokens.
+            token_digest: `kv_core.hashing.token_digest` over all tokens of the prefix from block 0 and the extras that
+                begin in it, as the reader knows them; compared with the same over what is stored.
 
         Raises:
             NotHeldError: the prefix is not here.
             DigestMismatchError: it is, but with other tokens.
             LeaseLimitError: too many leases are out.
         """
-        raise NotImplementedError
+        last = self._slots.find(prefix_hash.sequence)
+        if last is None or self._slots.hash[last] != prefix_hash or self._slots.namespace[last] != namespace:
+            raise NotHeldError(prefix_hash=prefix_hash.sequence.hex())
+        chain = self._slots.chain(last)
+        if not 0 <= first_block_idx < len(chain):
+            raise InvalidRequestError(
+                name="first_block_idx", value=first_block_idx, rule=f"the prefix has {len(chain)} blocks"
+            )
+        if stored_digest(self._slots, chain) != token_digest:
+            raise DigestMismatchError(prefix_hash=prefix_hash.sequence.hex())
+        return self._lease_chain(reader, chain[first_block_idx:], until_ns)
 
-    def renew(self, receipt: Receipt, until_ns: int) -> Receipt:
+    def lease_match(self, reader: NodeId, match: PoolMatch, *, until_ns: int) -> Lease:
+        """Let `reader` read the full blocks of a match, whose tokens were compared when it was made.
+
+        Raises:
+            StaleMatchError: a matched block was evicted since.
+            LeaseLimitError: too many leases are out.
+        """
+        return self._lease_chain(reader, self._resolve_match(match), until_ns)
+
+    def renew(self, receipt: Receipt, *, now_ns: int, until_ns: int) -> Receipt:
         """Move a lease's end; the new receipt replaces the old.
 
         Raises:
             LeaseExpiredError: it has ended already.
         """
-        raise NotImplementedError
+        return self._holds.renew(receipt, now_ns=now_ns, until_ns=until_ns)
 
     def expire(self, now_ns: int) -> list[Receipt]:
         """End every lease whose time has passed; returns them."""
-        raise NotImplementedError
+        expired = self._holds.take_expired(now_ns)
+        for hold in expired:
+            self._let_go(hold)
+        return [hold.receipt for hold in expired]
 
     def hold(self, owner: str, refs: Sequence[BlockRef]) -> Receipt:
-        """Keep slots in place while they are copied elsewhere (outgoing transfer, spill).
+        """Keep slots in place while they are copied elsewhere (outgoing transfer, spill) or written by a peer.
 
         Raises:
-            StaleMatchError: one of them was handed out again since.
+            StaleMatchError: one of them was given back or handed out again since.
         """
-        raise NotImplementedError
+        slots = self._resolve(refs, findable=False)
+        hold = self._holds.add(HoldKind.COPY, owner, slots)
+        self._acquire(slots)
+        return hold.receipt
 
     def pin(self, owner: str, match: PoolMatch) -> Receipt:
-        """Keep a matched prefix resident until released, within the quota.
+        """Keep the full blocks of a match resident until released, within the quota.
 
         Raises:
             PinQuotaExceededError: the quota is used up; nothing was changed.
             StaleMatchError: a matched block was evicted since.
         """
-        raise NotImplementedError
+        slots = self._resolve_match(match)
+        need = sum(slot not in self._operator_pins for slot in slots)
+        if len(self._operator_pins) + need > self._pin_quota:
+            raise PinQuotaExceededError(need=need, used=len(self._operator_pins), quota=self._pin_quota)
+        hold = self._holds.add(HoldKind.PIN, owner, slots)
+        self._acquire(slots)
+        for slot in slots:
+            self._operator_pins[slot] = self._operator_pins.get(slot, 0) + 1
+        return hold.receipt
 
     def drop(self, block_hash: BlockHash, reason: RemovalReason = RemovalReason.CHECK_FAILED) -> int:
         """Make a block and everything built on it unfindable; returns how many blocks that were.
 
         Held slots stay with their holders until they give them back.
         """
-        raise NotImplementedError
+        slot = self._slots.find(block_hash.sequence)
+        if slot is None or self._slots.hash[slot] != block_hash:
+            return 0
+        return self._slots.remove_subtree(slot, reason)
 
     def purge(self, namespace: bytes | None = None) -> int:
         """Drop every block of a namespace (of all when None); returns how many."""
-        raise NotImplementedError
+        return sum(self._slots.remove_subtree(root, RemovalReason.PURGED) for root in self._slots.roots(namespace))
 
     def take_events(self) -> list[PoolEvent]:
-        """What happened since the last call, in order."""
-        raise NotImplementedError
+        """What happened since the last call, in order. Call it after every call: nothing else empties the list."""
+        events, self._slots.events = self._slots.events, []
+        return events
+
+    def snapshot(self) -> Iterator[BlocksStored]:
+        """Every findable block, parents first, as if it had just been stored: for a peer that starts from nothing."""
+        full = (slot for slot in self._slots.committed_slots() if self._slots.hash[slot] is not None)
+        return map(self._stored_event, runs(self._slots, full))
 
     def holds(self) -> list[HoldInfo]:
         """Every live receipt: who holds how much, and until when."""
-        raise NotImplementedError
+        return [HoldInfo(hold.receipt, len(hold.slots)) for hold in self._holds]
 
     def stats(self) -> PoolStats:
         """Counts of slots by state and of what happened."""
-        raise NotImplementedError
+        return PoolStats(
+            total=self._slots.total,
+            free=self._slots.num_free,
+            cached=self._slots.num_cached,
+            pinned=self._slots.num_pinned,
+            leases=self._holds.num_leases,
+            operator_pins=len(self._operator_pins),
+            evicted=self._slots.num_evicted,
+            deduplicated=self._outcomes[Outcome.DEDUPLICATED],
+            collisions=self._outcomes[Outcome.COLLIDED],
+            orphaned=self._outcomes[Outcome.ORPHANED],
+            copies=self._num_copies,
+        )
 
     def check(self) -> None:
         """Assert every invariant; O(total), for tests and for a node's self-check."""
-        raise NotImplementedError
+        self._slots.check([slot for hold in self._holds for slot in hold.slots])
+
+    def _ref(self, slot: int) -> BlockRef:
+        return BlockRef(self._region, slot, Generation(self._slots.generation[slot]))
+
+    def _refs(self, slots: Iterable[int]) -> tuple[BlockRef, ...]:
+        return tuple(map(self._ref, slots))
+
+    def _resolve_match(self, match: PoolMatch) -> list[int]:
+        return self._resolve(match.refs, findable=True)
+
+    def _resolve(self, refs: Iterable[BlockRef], *, findable: bool) -> list[int]:
+        """The slots behind references that still stand: findable blocks, or else anything somebody holds."""
+        slots: list[int] = []
+        for block_idx, ref in enumerate(refs):
+            slot = ref.slot
+            stands = (
+                ref.region == self._region
+                and slot < self._slots.total
+                and self._slots.generation[slot] == ref.generation
+                and (self._slots.committed[slot] or (not findable and self._slots.refs[slot]))
+            )
+            if not stands:
+                raise StaleMatchError(block_idx=block_idx, slot=slot, generation=ref.generation)
+            slots.append(slot)
+        return slots
+
+    def _acquire(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._slots.acquire(slot)
+            if self._slots.committed[slot]:
+                self._slots.touch(slot)
+
+    def _let_go(self, hold: Hold) -> None:
+        if hold.receipt.kind is HoldKind.PIN:
+            for slot in hold.slots:
+                self._operator_pins[slot] -= 1
+                if not self._operator_pins[slot]:
+                    del self._operator_pins[slot]
+        if hold.tail is not None:
+            keep_tail(self._slots, hold.slots, hold.tail)
+        for slot in reversed(hold.slots):
+            self._slots.release(slot)
+
+    def _may_adopt(self, slot: int, num_tokens: int) -> bool:
+        nbytes = len(self._slots.tokens[slot])
+        return self._slots.hash[slot] is None and self._slots.is_cached(slot) and num_tokens * TOKEN_BYTES == nbytes
+
+    def _copy(self, owner: str, source: int, target: int, num_tokens: int) -> CopyBlock:
+        """Ask for a copy; the caller has acquired `source` for it."""
+        copying = self._holds.add(HoldKind.COPY, owner, [source])
+        self._num_copies += 1
+        return CopyBlock(self._ref(source), self._ref(target), num_tokens, copying.receipt)
+
+    def _lease_chain(self, reader: NodeId, slots: list[int], until_ns: int) -> Lease:
+        hold = self._holds.add(HoldKind.LEASE, reader, slots, until_ns)
+        self._acquire(slots)
+        hashes = tuple(block_hash for slot in slots if (block_hash := self._slots.hash[slot]) is not None)
+        return Lease(hold.receipt, self._refs(slots), hashes)
+
+    def _stored_event(self, run: list[int]) -> BlocksStored:
+        slots = self._slots
+        parent = slots.parent[run[0]]
+        return BlocksStored(
+            namespace=slots.namespace[run[0]],
+            first_block_idx=slots.depth[run[0]],
+            parent=None if parent == ROOT else slots.hash[parent],
+            block_hashes=tuple(block_hash for slot in run if (block_hash := slots.hash[slot]) is not None),
+            tokens=b"".join([slots.tokens[slot] for slot in run]),
+            extras=tuple(dict.fromkeys(extra for slot in run for extra in slots.extras.get(slot, ()))),
+            refs=self._refs(run),
+        )

@@ -5,11 +5,24 @@ a chain shrinks from its tail and no suffix is orphaned. Policies know slots and
 tokens, time or memory; recency is a counter of accesses.
 
 E1: `victim()` returns an offered slot, or None when none is offered.
-E2: every call is amortised O(log n) and looks at no slot that was not offered.
+E2: every call is amortised O(log n) in the number of offered slots, and looks at no other.
+E3: the same calls give the same victims in every process.
 """
 
-from collections.abc import Hashable
-from typing import Protocol
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Final, Protocol
+
+from kv_prefix.errors import UnknownPolicyError
+
+MAX_FREQUENCY: Final = 8
+"""Accesses beyond this many say nothing more about the next one."""
+
+GHOSTS_PER_SLOT: Final = 2
+MIN_GHOSTS: Final = 16_384
+"""Evicted names whose access counts are remembered; a small pool needs many times its size to recognise a return."""
 
 
 class EvictionPolicy(Protocol):
@@ -40,7 +53,255 @@ class EvictionPolicy(Protocol):
         ...
 
 
-POLICIES = ("adaptive", "lru", "fifo", "lfu", "s3fifo")
+class LruPolicy:
+    """Least recently used first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._queue = OfferedQueue(capacity)
+        self._tick = 0
+
+    def insert(self, slot: int, name: Hashable) -> None:
+        self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        self._tick += 1
+        self._queue.rank[slot] = self._tick
+
+    def offer(self, slot: int) -> None:
+        self._queue.offer(slot)
+
+    def withdraw(self, slot: int) -> None:
+        self._queue.withdraw(slot)
+
+    def victim(self) -> int | None:
+        return self._queue.pop()
+
+    def remove(self, slot: int, evicted: bool) -> None:
+        self._queue.forget(slot)
+
+
+class FifoPolicy(LruPolicy):
+    """First stored, first evicted."""
+
+    def insert(self, slot: int, name: Hashable) -> None:
+        super().touch(slot)
+
+    def touch(self, slot: int) -> None:
+        pass
+
+
+class LfuPolicy(LruPolicy):
+    """Least often used first; among equals the least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._uses = array("Q", bytes(8 * capacity))
+
+    def insert(self, slot: int, name: Hashable) -> None:
+        self._uses[slot] = 0
+        self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        self._tick += 1
+        self._uses[slot] += 1
+        self._queue.rank[slot] = (self._uses[slot] << 64) | self._tick
+
+
+class S3FifoPolicy:
+    """Three queues (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
+
+    New content waits in a small queue and is promoted if used there; the main queue gives second chances; names evicted
+    from the small queue are remembered and go straight to the main one when they return. The small queue has half the
+    room, where the paper has a tenth: prefixes come back later than web objects do.
+    """
+
+    SMALL_SHARE: Final = 0.5
+    MAX_USES: Final = 3
+
+    def __init__(self, capacity: int) -> None:
+        self._small, self._main = OfferedQueue(capacity), OfferedQueue(capacity)
+        self._in_main = bytearray(capacity)
+        self._uses = bytearray(capacity)
+        self._names: list[Hashable] = [None] * capacity
+        self._small_size, self._small_target = 0, max(1, int(capacity * self.SMALL_SHARE))
+        self._ghosts = _Ghosts(max(GHOSTS_PER_SLOT * capacity, MIN_GHOSTS))
+        self._tick = 0
+
+    def insert(self, slot: int, name: Hashable) -> None:
+        self._names[slot] = name
+        self._uses[slot] = 0
+        self._in_main[slot] = self._ghosts.take(name) > 0
+        self._small_size += not self._in_main[slot]
+        self._enqueue(slot)
+
+    def touch(self, slot: int) -> None:
+        self._uses[slot] = min(self._uses[slot] + 1, self.MAX_USES)
+
+    def offer(self, slot: int) -> None:
+        (self._main if self._in_main[slot] else self._small).offer(slot)
+
+    def withdraw(self, slot: int) -> None:
+        (self._main if self._in_main[slot] else self._small).withdraw(slot)
+
+    def victim(self) -> int | None:
+        # Ends: each turn promotes a slot out of the small queue, or uses up one of at most MAX_USES uses in the main.
+        while True:
+            prefer_small = self._small_size > self._small_target
+            slot = self._small.pop() if prefer_small else self._main.pop()
+            if slot is None:
+                slot = self._main.pop() if prefer_small else self._small.pop()
+            if slot is None:
+                return None
+            if not self._uses[slot]:
+                return slot
+            if self._in_main[slot]:
+                self._uses[slot] -= 1
+            else:
+                self._small.forget(slot)
+                self._in_main[slot] = True
+                self._small_size -= 1
+                self._uses[slot] = 0
+            self._enqueue(slot)
+            self._main.offer(slot)
+
+    def remove(self, slot: int, evicted: bool) -> None:
+        if self._in_main[slot]:
+            self._main.forget(slot)
+        else:
+            self._small.forget(slot)
+            self._small_size -= 1
+            if evicted:
+                self._ghosts.put(self._names[slot], 1)
+        self._names[slot] = None
+
+    def _enqueue(self, slot: int) -> None:
+        self._tick += 1
+        (self._main if self._in_main[slot] else self._small).rank[slot] = self._tick
+
+
+class AdaptivePolicy:
+    """LRU in which each doubling of uses counts like a later last use; uses are remembered after eviction. The default.
+
+    A conversation that came back before is likelier to come back than one seen once. `rank = last use + boost * log2
+    (uses)`, both counted in blocks stored, so that `boost` is in units of how fast content flows through the pool.
+    """
+
+    BOOST: Final = 0.5
+
+    def __init__(self, capacity: int) -> None:
+        self._queue = OfferedQueue(capacity)
+        self._uses = bytearray(capacity)
+        self._names: list[Hashable] = [None] * capacity
+        self._ghosts = _Ghosts(max(GHOSTS_PER_SLOT * capacity, MIN_GHOSTS))
+        self._bonus = [0.0] + [self.BOOST * capacity * (n.bit_length() - 1) for n in range(1, MAX_FREQUENCY + 1)]
+        self._stored = 0
+
+    def insert(self, slot: int, name: Hashable) -> None:
+        self._stored += 1
+        self._names[slot] = name
+        self._uses[slot] = self._ghosts.take(name)
+        self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        uses = self._uses[slot]
+        if uses < MAX_FREQUENCY:
+            uses += 1
+            self._uses[slot] = uses
+        self._queue.rank[slot] = self._stored + self._bonus[uses]
+
+    def offer(self, slot: int) -> None:
+        self._queue.offer(slot)
+
+    def withdraw(self, slot: int) -> None:
+        self._queue.withdraw(slot)
+
+    def victim(self) -> int | None:
+        return self._queue.pop()
+
+    def remove(self, slot: int, evicted: bool) -> None:
+        self._queue.forget(slot)
+        if evicted:
+            self._ghosts.put(self._names[slot], self._uses[slot])
+        self._names[slot] = None
+
+
+class OfferedQueue:
+    """Slots by rank, lowest first, of which only the offered ones come out.
+
+    `rank[slot]` may be raised at any time while the content stays, and anything after `forget`. A slot has at most one
+    live entry in the heap, with a rank that is never above its present one; a stale entry is corrected when it
+    surfaces. Q1: so the heap's top, once corrected, is the lowest-ranked offered slot.
+    """
+
+    __slots__ = ("_heap", "_life", "_offered", "_queued", "rank")
+
+    def __init__(self, capacity: int) -> None:
+        self.rank: list[float] = [0] * capacity
+        self._heap: list[tuple[float, int, int]] = []
+        self._life = array("Q", bytes(8 * capacity))
+        self._offered = bytearray(capacity)
+        self._queued = bytearray(capacity)
+
+    def offer(self, slot: int) -> None:
+        self._offered[slot] = True
+        if not self._queued[slot]:
+            self._queued[slot] = True
+            heapq.heappush(self._heap, (self.rank[slot], slot, self._life[slot]))
+
+    def withdraw(self, slot: int) -> None:
+        self._offered[slot] = False
+
+    def forget(self, slot: int) -> None:
+        """The content is gone: the entry left in the heap, if any, is dead, and the next rank may be lower."""
+        self._offered[slot] = False
+        self._queued[slot] = False
+        self._life[slot] += 1
+
+    def pop(self) -> int | None:
+        """The lowest-ranked offered slot, withdrawn; None when nothing is offered."""
+        heap = self._heap
+        while heap:
+            rank, slot, life = heap[0]
+            if life != self._life[slot]:
+                heapq.heappop(heap)
+            elif not self._offered[slot]:
+                heapq.heappop(heap)
+                self._queued[slot] = False
+            elif self.rank[slot] > rank:
+                heapq.heapreplace(heap, (self.rank[slot], slot, life))
+            else:
+                heapq.heappop(heap)
+                self._queued[slot] = self._offered[slot] = False
+                return slot
+        return None
+
+
+class _Ghosts:
+    """Names that were evicted, with a number each; the oldest is forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._numbers: OrderedDict[Hashable, int] = OrderedDict()
+
+    def put(self, name: Hashable, number: int) -> None:
+        self._numbers[name] = number
+        self._numbers.move_to_end(name)
+        if len(self._numbers) > self._limit:
+            self._numbers.popitem(last=False)
+
+    def take(self, name: Hashable) -> int:
+        """The number of `name`, which is forgotten by this; 0 when it is not remembered."""
+        return self._numbers.pop(name, 0)
+
+
+_POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+    "adaptive": AdaptivePolicy,
+    "lru": LruPolicy,
+    "fifo": FifoPolicy,
+    "lfu": LfuPolicy,
+    "s3fifo": S3FifoPolicy,
+}
+POLICIES: Final = tuple(_POLICIES)
 
 
 def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
@@ -49,4 +310,6 @@ def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     Raises:
         UnknownPolicyError: there is no policy of that name; the message lists them.
     """
-    raise NotImplementedError
+    if name not in _POLICIES:
+        raise UnknownPolicyError(kind="eviction", name=name, known=", ".join(POLICIES))
+    return _POLICIES[name](capacity)

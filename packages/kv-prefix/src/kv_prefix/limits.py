@@ -20,9 +20,6 @@ MAX_HOLDERS: Final = 1_024
 MAX_REMOVAL_RECORDS: Final = 65_536
 """Removed blocks of which a node remembers when and why, to explain a miss. About 20 MB."""
 
-MAX_EVENTS_PENDING: Final = 1_000_000
-"""Pool events that wait to be taken; a pool whose owner never takes them must not eat the host."""
-
 DEFAULT_MAX_CACHE_BYTES: Final = 40 << 30
 """Capacity of a prefix cache unless told otherwise: 40 GiB."""
 

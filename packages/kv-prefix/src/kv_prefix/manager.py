@@ -11,9 +11,10 @@ from kv_core.block import BlockGeometry, BlockRef
 from kv_core.hashing import BlockHash, Extra, Tokens
 from kv_core.ids import NodeId
 from kv_core.namespace import Namespace
-from kv_prefix.block_pool import BlockPool, PoolMatch
+from kv_prefix.block_pool import BlockPool
 from kv_prefix.limits import DEFAULT_MAX_CACHE_BYTES, DEFAULT_MIN_MATCH_TOKENS
 from kv_prefix.pins import Receipt
+from kv_prefix.pool_types import PoolMatch
 from kv_prefix.prefix_index import HolderMatch, PrefixIndex
 
 
