@@ -8,8 +8,9 @@ import aiohttp
 import openai
 import pytest
 
-from kv_services.gateway.completer import FinishReason
+from kv_services.gateway.completer import FinishReason, GenerationRequest
 from kv_services.gateway.errors import NoNodesError
+from kv_services.gateway.stream import TokenStream
 from tests.gateway.helpers_http import Json, OffsetClock, fail, finish_of, say, serving, token_with, until
 
 FABRIC = {
@@ -171,6 +172,18 @@ async def test_a_request_whose_time_is_over_says_so_and_is_cancelled(streamed: b
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
         assert served.completer.cancelled == [served.completer.requests[0].request_id]
         assert served.records[0].outcome == "deadline_exceeded"
+
+
+async def test_tokens_that_are_there_do_not_stretch_the_time() -> None:
+    clock = OffsetClock()
+
+    def script(request: GenerationRequest, stream: TokenStream) -> None:
+        say("late")(request, stream)
+        clock.offset_ns = 3600 * 10**9
+
+    async with serving(script, timeout_s=3600, clock=clock) as served:
+        status, answer = await served.complete({"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
 async def test_the_time_is_over_in_mid_stream_too() -> None:
