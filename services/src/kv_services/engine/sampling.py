@@ -62,9 +62,9 @@ def check_params(params: SamplingParams) -> None:
 
 
 def _draw(logits: FloatArray, params: SamplingParams, uniform: float) -> int:
-    # The largest logit becomes 0, so that no temperature overflows.
-    scaled = (logits.astype(np.float64) - float(logits.max())) / params.temperature
-    weights = np.exp(scaled)
+    # The largest logit becomes 0, and the others minus infinity at worst, whose weight is the right zero.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / params.temperature)
     if params.top_p == 1:
         # Nothing is cut, so the order does not matter for the distribution: token order needs no sort.
         kept, cumulated = None, np.cumsum(weights)
