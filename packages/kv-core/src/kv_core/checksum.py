@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer as Buffer
 else:
     Buffer = bytes | bytearray | memoryview
-"""Anything that offers contiguous memory: bytes, bytearray, memoryview, array, mmap, a C-ordered NumPy array."""
+"""Anything that offers contiguous memory: bytes, bytearray, memoryview, array, mmap, a C-ordered NumPy array (for type
+checkers before Python 3.12: its `.data`). Strided memory raises BufferError, text TypeError."""
 
 
 def crc64(data: Buffer, previous: int = 0) -> int:

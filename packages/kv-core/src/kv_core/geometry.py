@@ -134,17 +134,31 @@ class ModelGeometry:
             rope_dim=0,
         )
 
-    def block_geometry(self, dtype: DType, block_size: int) -> BlockGeometry:
-        """One block of this model with all its layers and heads on one node.
+    def block_geometry(
+        self, dtype: DType, block_size: int, num_layers: int | None = None, tp_size: int = 1
+    ) -> BlockGeometry:
+        """One block of this model as one node holds it.
+
+        Args:
+            num_layers: layers held there; None for all.
+            tp_size: tensor-parallel ranks that share the KV heads. With more ranks than heads each head is held by
+                several. A latent vector belongs to all heads, so every rank holds all of it.
 
         Raises:
-            InvalidGeometryError: keys and values differ in size, which blocks of this form cannot hold.
+            InvalidGeometryError: heads and ranks do not divide, layers that the model has not, or keys and values that
+                differ in size, which blocks of this form cannot hold.
         """
+        if num_layers is None:
+            num_layers = self.num_layers
+        self._require("num_layers", num_layers, 1, self.num_layers)
+        self._require("tp_size", tp_size, 1, limits.MAX_HEADS)
         if self.attention is Attention.MLA:
-            return BlockGeometry(self.num_layers, 1, self.latent_dim + self.rope_dim, dtype, block_size, num_planes=1)
+            return BlockGeometry(num_layers, 1, self.latent_dim + self.rope_dim, dtype, block_size, num_planes=1)
         if self.v_head_dim not in (0, self.head_dim):
             self._refuse("v_head_dim", self.v_head_dim, f"a block needs it equal to head_dim = {self.head_dim}")
-        return BlockGeometry(self.num_layers, self.num_kv_heads, self.head_dim, dtype, block_size)
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            self._refuse("tp_size", tp_size, f"neither it nor the {self.num_kv_heads} KV heads divide the other")
+        return BlockGeometry(num_layers, max(self.num_kv_heads // tp_size, 1), self.head_dim, dtype, block_size)
 
     def _require(self, what: str, value: int, lowest: int, highest: int) -> None:
         if type(value) is not int or not lowest <= value <= highest:

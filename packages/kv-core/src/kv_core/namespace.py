@@ -85,7 +85,7 @@ class Namespace:
         weights_revision: which weights of that name; new weights need a new revision.
         lora_name: adapter, or None.
         lora_revision: which weights of the adapter; needs `lora_name`.
-        salt: the tenant's secret; tenants with different salts never share. Empty: shared by all.
+        salt: the tenant's secret; tenants with different salts never share. Empty: shared by all. Not shown in `repr`.
         dtype: stored element type.
         fidelity: exact, or the lossy codec that the bytes went through.
         block_size: tokens per block.
@@ -97,7 +97,7 @@ class Namespace:
     weights_revision: str
     lora_name: str | None = None
     lora_revision: str | None = None
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     dtype: DType = DType.BF16
     fidelity: Fidelity = EXACT
     block_size: int = 16

@@ -23,7 +23,7 @@ W1: whatever bytes arrive, `decode` returns a valid envelope or raises a `WireEr
 W3: what `encode` gives out, a peer with the same registry accepts.
 """
 
-from kv_core.wire.envelope import WIRE_VERSION, Envelope, ErrorReply, decode, encode
+from kv_core.wire.envelope import WIRE_VERSION, Envelope, decode, encode
 from kv_core.wire.errors import (
     InvalidSchemaError,
     MalformedMessageError,
@@ -35,7 +35,7 @@ from kv_core.wire.errors import (
     UnsupportedWireVersionError,
     WireError,
 )
-from kv_core.wire.schema import Message, MessageType, Registry
+from kv_core.wire.schema import ErrorReply, Message, MessageType, Registry
 
 __all__ = [
     "WIRE_VERSION",

@@ -1,4 +1,4 @@
-"""The envelope, the error reply, and the two functions that turn them into bytes and back."""
+"""The envelope, and the two functions that turn them into bytes and back."""
 
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
@@ -7,7 +7,7 @@ import msgspec
 from msgpack.exceptions import UnpackException
 
 from kv_core import limits
-from kv_core.errors import KVError, error_from_wire
+from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire.errors import (
     MalformedMessageError,
@@ -18,7 +18,7 @@ from kv_core.wire.errors import (
     UnregisteredMessageError,
     UnsupportedWireVersionError,
 )
-from kv_core.wire.schema import Entry, Message, Registry, inspect_message
+from kv_core.wire.schema import Entry, Message, Registry
 
 if TYPE_CHECKING:
     Body = Message
@@ -55,24 +55,6 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=WIRE_
     body: Body
 
 
-class ErrorReply(Message, frozen=True, tag="error"):
-    """The answer to a request that failed: an error as code and named fields. Every registry understands it."""
-
-    error_code: int
-    error_fields: dict[str, object]
-
-    @classmethod
-    def of(cls, error: KVError) -> "ErrorReply":
-        """The reply that reports `error`."""
-        code, fields = error.to_wire()
-        return cls(code, dict(fields))
-
-    def to_error(self) -> KVError:
-        """The error that the peer reported; a code this process does not know gives `UnknownRemoteError`."""
-        return error_from_wire(self.error_code, self.error_fields)  # type: ignore[arg-type]  # `_walk` saw each value
-
-
-_ERROR_ENTRY: Final = inspect_message(ErrorReply, allow_any=True)
 _ENVELOPE_LENGTH: Final = 1 + len(Envelope.__struct_fields__)
 _BODY: Final = _ENVELOPE_LENGTH - 1
 _BYTES: Final = (bytes,)
@@ -90,9 +72,7 @@ def encode(envelope: Envelope, registry: Registry, max_bytes: int = limits.MAX_M
     body = envelope.body
     entry = registry.by_class.get(type(body))
     if entry is None:
-        if type(body) is not ErrorReply:
-            raise UnregisteredMessageError(name=type(body).__qualname__)
-        entry = _ERROR_ENTRY
+        raise UnregisteredMessageError(name=type(body).__qualname__)
     if (
         envelope.deadline_ns < 0
         or envelope.correlation_id < 0
@@ -137,9 +117,7 @@ def decode(
         _malformed(data, "its body has no type")
     entry = registry.by_tag.get(body[0])
     if entry is None:
-        if body[0] != _ERROR_ENTRY.tag:
-            raise UnknownMessageTypeError(type=_short(body[0]))
-        entry = _ERROR_ENTRY
+        raise UnknownMessageTypeError(type=_short(body[0]))
     frame[_BODY] = _convert(body, entry)
     try:
         return msgspec.convert(frame, Envelope)

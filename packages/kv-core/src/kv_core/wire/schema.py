@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from kv_core import limits
+from kv_core.errors import KVError, error_from_wire
 from kv_core.wire.errors import InvalidSchemaError
 
 MessageType = str | int
@@ -26,6 +27,23 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     messages (structs). Limits go into `Annotated[..., msgspec.Meta(...)]` or `__post_init__`, both hold on decoding.
     Messages are not tracked by the garbage collector: never put one into a cycle.
     """
+
+
+class ErrorReply(Message, frozen=True, tag="error"):
+    """The answer to a request that failed: an error as code and named fields. Every registry understands it."""
+
+    error_code: int
+    error_fields: dict[str, object]
+
+    @classmethod
+    def of(cls, error: KVError) -> "ErrorReply":
+        """The reply that reports `error`."""
+        code, fields = error.to_wire()
+        return cls(code, dict(fields))
+
+    def to_error(self) -> KVError:
+        """The error that the peer reported; a code this process does not know gives `UnknownRemoteError`."""
+        return error_from_wire(self.error_code, self.error_fields)  # type: ignore[arg-type]  # decoding saw each value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +64,15 @@ _MessageT = TypeVar("_MessageT", bound=type[Message])
 
 
 class Registry:
-    """The message types of one process; fill it at import, before the first message."""
+    """The message types of one process, and `ErrorReply`; fill it at import, before the first message."""
 
     __slots__ = ("by_class", "by_tag")
 
     def __init__(self, *classes: type[Message]) -> None:
         self.by_tag: dict[MessageType, Entry] = {}
         self.by_class: dict[type, Entry] = {}
-        for cls in classes:
+        every: tuple[type[Message], ...] = (ErrorReply, *classes)
+        for cls in every:
             self.register(cls)
 
     def register(self, cls: _MessageT) -> _MessageT:
@@ -62,7 +81,7 @@ class Registry:
         Raises:
             InvalidSchemaError: no tag, a tag that another class has, or a field type that the wire cannot hold.
         """
-        entry = inspect_message(cls)
+        entry = _inspect(cls)
         owner = self.by_tag.setdefault(entry.tag, entry)
         if owner.cls is not cls:
             raise InvalidSchemaError(name=cls.__qualname__, reason=f"{owner.cls.__qualname__} has tag {entry.tag!r}")
@@ -82,8 +101,8 @@ class Registry:
         return len(self.by_tag)
 
 
-def inspect_message(cls: type[Message], allow_any: bool = False) -> Entry:
-    """Check a message class and note which checks its decoding needs; `allow_any` is for the error reply alone.
+def _inspect(cls: type[Message]) -> Entry:
+    """Check a message class and note which checks its decoding needs.
 
     Raises:
         InvalidSchemaError: see `Registry.register`.
@@ -102,7 +121,7 @@ def inspect_message(cls: type[Message], allow_any: bool = False) -> Entry:
         root = mi.type_info(cls)
     except (TypeError, NameError) as error:
         raise InvalidSchemaError(name=name, reason=str(error)) from None
-    findings = _Visit(name, allow_any)
+    findings = _Visit(name, allow_any=cls is ErrorReply)
     findings.visit(root, ())
     return Entry(cls, tag, tuple(findings.bytes_at), findings.deep_bytes, findings.walk)
 
