@@ -42,7 +42,7 @@ from kv_services.node.decode_events import (
     TimePassed,
 )
 from kv_services.node.decode_state import DecodeMachine
-from kv_services.node.errors import EpochFencedError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
+from kv_services.errors import EpochFencedError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
 
 NS = Namespace("m", "w", block_size=4)
 G = NodeId("g")

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from kv_bus.actor import Actor
 from kv_bus.errors import BusError
 from kv_bus.interface import Bus, Reply, Request
+from kv_consistency.update import OwnerEpoch
 from kv_core.clock import Clock
 from kv_core.errors import KVError, RetryableError, error_from_wire
 from kv_core.hashing import BlockHash, hash_tokens, token_bytes
@@ -22,6 +23,7 @@ from kv_core.namespace import Namespace
 from kv_core.wire import Message
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, Role
+from kv_services.errors import NodeError, PeerDiedError, RequestExpiredError, UnknownRequestError
 from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Timings, Token, Usage
 from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError, OverloadedError
 from kv_services.gateway.placing import NodeChoice, Placer
@@ -71,7 +73,6 @@ from kv_services.messages import (
     TokenBatch,
 )
 from kv_services.metrics import Metrics
-from kv_services.node.errors import NodeError, PeerDiedError, RequestExpiredError, UnknownRequestError
 from kv_transport.errors import TransportError
 
 MAX_ATTEMPTS: Final = 4
@@ -85,8 +86,8 @@ _log = logging.getLogger(__name__)
 class Ownership(Protocol):
     """What the gateway asks of its replica about who owns a request."""
 
-    def own(self, request_id: RequestId) -> bytes:
-        """Raise the request's epoch to the next one, ours; a causal token of that."""
+    def own(self, request_id: RequestId) -> tuple[OwnerEpoch, bytes]:
+        """Raise the request's epoch to the next one, ours; and a causal token of that."""
         ...
 
     def end(self, request_id: RequestId) -> None:
@@ -149,9 +150,15 @@ class RequestActor(Actor[Event, Effect]):
         self._timers: list[asyncio.TimerHandle] = []
         self.stream = TokenStream(
             on_taken=lambda _: self._feed(),
-            on_stop=lambda: self.complete(TextComplete()),
+            on_stop=self._stop_reading,
             on_cancel=lambda: self.complete(ClientGone()),
         )
+
+    def _stop_reading(self) -> None:
+        # The reader has its text: what it did not take it will not miss, and only the end is still due.
+        self._unread.clear()
+        self.complete(TextComplete())
+        self._feed()
 
     def begin(self) -> None:
         """Start the request and its deadline."""
@@ -230,7 +237,8 @@ class RequestActor(Actor[Event, Effect]):
     def _send_reserve(self, effect: SendReserve) -> None:
         request, sampling = self._request, self._request.sampling
         left = sampling.max_tokens - effect.num_confirmed
-        self._after = self._ctx.ownership.own(request.request_id)
+        owner, self._after = self._ctx.ownership.own(request.request_id)
+        assert owner.number == effect.epoch, (owner, effect)
         message = ReserveDecode(
             request_id=request.request_id,
             epoch=effect.epoch,

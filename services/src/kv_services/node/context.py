@@ -8,42 +8,14 @@ from kv_bus.interface import Bus
 from kv_core.block import BlockRef
 from kv_core.checksum import xxh3_64
 from kv_core.clock import Clock
-from kv_core.ids import NodeId, RegionId, RequestId
+from kv_core.ids import NodeId, RegionId
 from kv_prefix.block_pool import BlockPool
-from kv_prefix.events import PoolEvent
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import ComputeThread
+from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
-
-
-class Metadata(Protocol):
-    """What a role asks of this process's replica of the cluster's metadata."""
-
-    def pool_events(self, events: Sequence[PoolEvent]) -> None:
-        """Publish what the pool stored and removed as claims of this node."""
-        ...
-
-    def register_length(self, request_id: RequestId, num_tokens: int, checksum: int) -> None:
-        """Publish that KV of the first `num_tokens` tokens of a request is readable here."""
-        ...
-
-    def retire(self, request_id: RequestId) -> None:
-        """Withdraw what was published about a request: its KV is no longer held for it here."""
-        ...
-
-    def token(self) -> bytes:
-        """A causal token of everything this process has published and applied."""
-        ...
-
-    async def caught_up(self, token: bytes, deadline_ns: int) -> None:
-        """Wait until everything `token` names is applied here.
-
-        Raises:
-            StaleReplica, HolderLost: not by the deadline, or never.
-        """
-        ...
 
 
 class Introductions(Protocol):
@@ -68,7 +40,7 @@ class NodeContext:
     index: PrefixIndex
     transfers: KVCacheTransferEngine
     compute: ComputeThread
-    metadata: Metadata
+    replica: ReplicaService
     introductions: Introductions
     metrics: Metrics
 
@@ -100,4 +72,4 @@ class NodeContext:
         """Publish what happened in the pool since the last call."""
         events = self.pool.take_events()
         if events:
-            self.metadata.pool_events(events)
+            self.replica.pool_events(events, self.block_size)

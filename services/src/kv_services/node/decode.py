@@ -1,18 +1,23 @@
 """The decode role: performs what `DecodeMachine` decides, on the bus, the transfers and the compute thread."""
 
 import asyncio
+import itertools
 import logging
 import threading
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from kv_bus.actor import Actor
 from kv_bus.interface import DEFERRED, Reply, Request
+from kv_consistency.update import OwnerEpoch
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import RequestId
 from kv_services.engine.interface import LayerArrival, Model
-from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, ReserveDecode
-from kv_services.node.compute import SealingSink, run_prefill, run_step
+from kv_services.errors import HandoverChecksumError, UnknownRequestError
+from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, OutputToken, ReserveDecode
+from kv_services.node.compute import SealingSink, fills_block, run_prefill, run_step
 from kv_services.node.context import NodeContext
 from kv_services.node.decode_events import (
     CloseInbound,
@@ -37,11 +42,12 @@ from kv_services.node.decode_events import (
     StartCompute,
     StartStep,
     StepFinished,
+    StepItem,
     StepOutcome,
 )
 from kv_services.node.decode_state import DecodeMachine
-from kv_services.node.errors import HandoverChecksumError, UnknownRequestError
 from kv_services.node.outbox import TokenOutbox
+from kv_services.replica.service import origin_epoch
 from kv_transport import Inbound, TransferStats
 
 _log = logging.getLogger(__name__)
@@ -77,8 +83,11 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         self._ctx = ctx
         self._model = model
         self._asked: dict[_Key, Request[ReserveDecode]] = {}
+        self._owners: dict[_Key, OwnerEpoch] = {}
         self._arriving: dict[_Key, _Arriving] = {}
+        self._unsealed: dict[_Key, int] = {}
         self._stops: dict[_Key, threading.Event] = {}
+        self._steps = itertools.count(1)
         self.outbox = TokenOutbox(ctx.bus, ctx.clock, self._refused)
 
     def listen(self) -> None:
@@ -98,7 +107,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         message, key = request.message, _key(request.message)
         namespace = message.namespace.namespace()
         if message.after:
-            await self._ctx.metadata.caught_up(message.after, request.deadline_ns)
+            await self._ctx.replica.caught_up(message.after, request.deadline_ns)
+        self._ctx.replica.know(namespace)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()
@@ -117,6 +127,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         )
         self.post(event)
         self._asked[key] = request
+        self._owners[key] = origin_epoch(request.sender, request.incarnation, message.epoch)
         request.on_abandoned(lambda: self._abandoned(key))
         return DEFERRED
 
@@ -144,6 +155,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             case ReplyReserved(request_id, epoch, cached_tokens):
                 self._reply(DecodeReserved(request_id, epoch, cached_tokens, 0, None))
             case RefuseReserve(request_id, epoch, error):
+                self._owners.pop((request_id, epoch), None)
                 asked = self._asked.pop((request_id, epoch), None)
                 if asked is not None:
                     asked.fail(error)
@@ -168,15 +180,14 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 self.outbox.give_up(request_id, epoch, gateway, error, may_retry=may_retry)
             case RegisterLength(request_id, epoch, num_tokens):
                 self._register(request_id, epoch, num_tokens)
-            case Retire(request_id):
-                self._ctx.metadata.retire(request_id)
-                stop = self._stops.get((request_id, effect.epoch))
+            case Retire(request_id, epoch):
+                self._owners.pop((request_id, epoch), None)
+                stop = self._stops.get((request_id, epoch))
                 if stop is not None:
                     stop.set()
             case NotePreempted(request_id, epoch):
                 _log.info("request preempted request=%s epoch=%d", request_id, epoch)
                 self._ctx.metrics.preemptions.inc()
-                self._ctx.metadata.retire(request_id)
         self._ctx.flush_pool_events()
 
     def _reply(self, reply: DecodeReserved) -> None:
@@ -211,6 +222,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 raise
         await arriving.inbound.released()
         del self._arriving[request_id, epoch]
+        unsealed = self._unsealed.pop((request_id, epoch), None)
         if arriving.closing or result is None:
             ended = UnknownRequestError(node=self._ctx.node_id, request_id=request_id, epoch=epoch)
             arriving.answer(ended)
@@ -222,6 +234,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         now_ns = self._ctx.clock.monotonic_ns()
         self._ctx.metrics.transfer_done(now_ns, result.transport, result.nbytes, result.duration_ns, result.retries)
         arriving.answer(HandoverAccepted(request_id, epoch))
+        if unsealed is not None:
+            await asyncio.shield(self._ctx.compute.run(partial(self._ctx.arena.seal_block, unsealed)))
         return HandoverVerified(request_id, epoch)
 
     async def _take_in(self, request_id: RequestId, epoch: int, arriving: _Arriving) -> TransferStats:
@@ -231,6 +245,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             self.complete(LayerArrived(request_id, epoch, layer + 1))
         stats = await arriving.inbound.done()
         asked = await asyncio.shield(arriving.checksum)
+        await self._ctx.replica.caught_up(asked.message.after, asked.deadline_ns)
         self._compare(request_id, arriving, asked)
         return stats
 
@@ -263,7 +278,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         self.start_job(("compute", *key), compute(), _as_event)
 
     def _start_step(self, effect: StartStep) -> None:
-        arena, items = self._ctx.arena, effect.items
+        arena = self._ctx.arena
+        items, refused = self._readable(effect.items)
         arrivals: dict[RequestId, LayerArrival] = {
             item.request_id: self._arriving[item.request_id, item.epoch].inbound.arrival
             for item in items
@@ -271,14 +287,44 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         }
 
         async def step() -> DecodeEvent:
+            if not items:
+                return StepFinished(tuple(refused))
             try:
                 call = self._ctx.compute.run(lambda: run_step(self._model, arena, items, arrivals))
-                return StepFinished(await asyncio.shield(call))
+                outcomes = await asyncio.shield(call)
+                await self._seal_late(items, outcomes)
+                return StepFinished((*outcomes, *refused))
             except KVError as error:
                 # The engine refused the batch before it wrote anything: none of them can go on.
-                return StepFinished(tuple(StepOutcome(item.request_id, item.epoch, error) for item in items))
+                failed = [StepOutcome(item.request_id, item.epoch, error) for item in items]
+                return StepFinished((*failed, *refused))
 
-        self.start_job("step", step(), _as_event)
+        self.start_job(("step", next(self._steps)), step(), _as_event)
+
+    async def _seal_late(self, items: Sequence[StepItem], outcomes: Sequence[StepOutcome]) -> None:
+        """Seal the blocks that a step filled over a hand-over, now or when the hand-over's checksum was compared."""
+        size = self._ctx.block_size
+        for item, outcome in zip(items, outcomes, strict=True):
+            if item.arriving and isinstance(outcome.result, OutputToken) and fills_block(item, size):
+                key, slot = (item.request_id, item.epoch), item.slots[item.position // size]
+                if key in self._arriving:
+                    self._unsealed[key] = slot
+                else:
+                    await asyncio.shield(self._ctx.compute.run(partial(self._ctx.arena.seal_block, slot)))
+
+    def _readable(self, items: Sequence[StepItem]) -> tuple[list[StepItem], list[StepOutcome]]:
+        """Those whose KV may be read, and why the others' may not (C5); layers on their way are guarded by arrival."""
+        readable: list[StepItem] = []
+        refused: list[StepOutcome] = []
+        for item in items:
+            try:
+                if not item.arriving:
+                    owner = self._owners[item.request_id, item.epoch]
+                    self._ctx.replica.verify(item.request_id, owner, item.position)
+                readable.append(item)
+            except KVError as error:
+                refused.append(StepOutcome(item.request_id, item.epoch, error))
+        return readable, refused
 
     def _register(self, request_id: RequestId, epoch: int, num_tokens: int) -> None:
         seq = self.machine.sequence(request_id, epoch)
@@ -286,7 +332,11 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             return
         full = num_tokens // self._ctx.block_size
         checksum = self._ctx.entry_checksum([ref.slot for ref in seq.refs[:full]])
-        self._ctx.metadata.register_length(request_id, num_tokens, checksum)
+        owner = self._owners[request_id, epoch]
+        try:
+            self._ctx.replica.register_length(request_id, owner, num_tokens, checksum, seq.namespace)
+        except KVError as error:
+            self.complete(EndAsked(request_id, epoch, str(error)))
 
 
 _LAST_WORDS_NS = 10_000_000_000

@@ -19,6 +19,12 @@ from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError
 from kv_services.engine.interface import Parked
+from kv_services.errors import (
+    EpochFencedError,
+    NodeOverloadedError,
+    RequestExpiredError,
+    RequestTooLargeError,
+)
 from kv_services.messages import OutputToken
 from kv_services.node.decode_events import (
     CloseInbound,
@@ -49,12 +55,6 @@ from kv_services.node.decode_events import (
     TimePassed,
 )
 from kv_services.node.decode_sequence import DecodeSequence, SeqState
-from kv_services.node.errors import (
-    EpochFencedError,
-    NodeOverloadedError,
-    RequestExpiredError,
-    RequestTooLargeError,
-)
 from kv_services.node.fence import EpochFence
 
 

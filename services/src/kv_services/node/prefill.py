@@ -9,6 +9,7 @@ import numpy as np
 
 from kv_bus.actor import Actor
 from kv_bus.interface import DEFERRED, Reply, Request
+from kv_consistency.update import OwnerEpoch
 from kv_core.block import BlockRef
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import token_digest
@@ -46,6 +47,8 @@ from kv_services.node.prefill_events import (
     StartPull,
 )
 from kv_services.node.prefill_state import PrefillMachine
+from kv_services.node.pull_cost import PullCost
+from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, ReadGrant, TransferPriority, WriteGrant
 
 _log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ _Key = tuple[RequestId, int]
 class _Sending:
     """One hand-over at the sender, and the layers that were written before it could be opened."""
 
-    def __init__(self, effect: OpenHandover, deadline_ns: int) -> None:
+    def __init__(self, effect: OpenHandover, deadline_ns: int, owner: OwnerEpoch) -> None:
+        self.owner = owner
         self.refs = effect.refs
         self.first_block = effect.first_block
         self.ready_blocks = effect.ready_blocks
@@ -111,11 +115,12 @@ class _PrefillSink:
 class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
     """Runs the prefill machine of one node."""
 
-    def __init__(self, ctx: NodeContext, model: Model, machine: PrefillMachine) -> None:
+    def __init__(self, ctx: NodeContext, model: Model, machine: PrefillMachine, cost: PullCost) -> None:
         super().__init__("prefill", machine, clock=ctx.clock)
         self.machine = machine
         self._ctx = ctx
         self._model = model
+        self._cost = cost
         self._asked: dict[_Key, Request[RunPrefill]] = {}
         self._sending: dict[_Key, _Sending] = {}
         self._stops: dict[_Key, threading.Event] = {}
@@ -134,7 +139,8 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         key = (RequestId(message.request_id), message.epoch)
         namespace = message.namespace.namespace()
         if message.after:
-            await self._ctx.metadata.caught_up(message.after, request.deadline_ns)
+            await self._ctx.replica.caught_up(message.after, request.deadline_ns)
+        self._ctx.replica.know(namespace)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()
@@ -200,8 +206,10 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         key = (effect.request_id, effect.epoch)
         job = self.machine.job(*key)
         assert job is not None, effect
-        sending = self._sending[key] = _Sending(effect, job.deadline_ns)
-        grant = WriteGrant.from_bytes(self._asked[key].message.grant)
+        asked = self._asked[key]
+        owner = origin_epoch(asked.sender, asked.incarnation, effect.epoch)
+        sending = self._sending[key] = _Sending(effect, job.deadline_ns, owner)
+        grant = WriteGrant.from_bytes(asked.message.grant)
         self.start_job(("handover", *key), self._hand_over(key, effect, grant, sending), _as_event)
 
     async def _hand_over(self, key: _Key, effect: OpenHandover, grant: WriteGrant, sending: _Sending) -> PrefillEvent:
@@ -241,10 +249,11 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         job = self.machine.job(*key)
         assert job is not None, key
         checksum = self._ctx.entry_checksum([ref.slot for ref in sending.refs[sending.first_block :]])
-        self._ctx.metadata.register_length(key[0], job.num_needed, checksum)
-        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), self._ctx.metadata.token())
+        replica = self._ctx.replica
+        replica.register_length(key[0], sending.owner, job.num_needed, checksum, job.namespace)
+        token = replica.token(key[0])
+        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token)
         await self._ctx.bus.request(effect.decode_node, done, expect=HandoverAccepted, deadline_ns=sending.deadline_ns)
-        self._ctx.metadata.retire(key[0])
 
     def _compute(self, effect: StartPrefill) -> None:
         key = (effect.request_id, effect.epoch)
@@ -259,12 +268,16 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
 
         async def compute() -> PrefillEvent:
             error: KVError | None = None
+            began_ns = self._ctx.clock.monotonic_ns()
             try:
                 await asyncio.shield(self._ctx.compute.run(call))
             except KVError as failure:
                 error = failure
             del self._stops[key]
-            return PrefillComputed(self._ctx.clock.monotonic_ns(), *key, error=error)
+            now_ns = self._ctx.clock.monotonic_ns()
+            if error is None:
+                self._cost.computed(effect.stop - effect.start, now_ns - began_ns)
+            return PrefillComputed(now_ns, *key, error=error)
 
         self.start_job(("compute", *key), compute(), _as_event)
 
@@ -301,6 +314,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         stats = await future.wait(self._ctx.config.limits.lease_ms)
         now_ns = self._ctx.clock.monotonic_ns()
         self._ctx.metrics.transfer_done(now_ns, stats.transport, stats.nbytes, stats.duration_ns, stats.retries)
+        self._cost.fetched(stats.nbytes, stats.duration_ns)
         return stats.nbytes
 
     def _done(self, effect: ReplyDone) -> None:

@@ -25,7 +25,7 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError
 from kv_prefix.pins import Receipt
 from kv_prefix.pool_types import CopyBlock
-from kv_services.node.errors import (
+from kv_services.errors import (
     EpochFencedError,
     NodeOverloadedError,
     PeerDiedError,

@@ -1,4 +1,4 @@
-"""Errors that a node answers with; each says what the caller may do about it."""
+"""Errors of the services that cross from one role to another; each says what the caller may do about it."""
 
 from kv_core.errors import KVError, RetryableError
 

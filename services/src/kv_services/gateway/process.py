@@ -1,0 +1,110 @@
+"""Puts a gateway together: the cluster side behind, the OpenAI-compatible HTTP front before it."""
+
+import asyncio
+from collections.abc import Callable
+
+from kv_bus.supervisor import ChildSpec
+from kv_prefix.placement import make_placement_policy
+from kv_services.config import Role
+from kv_services.engine.load import EngineSpec, open_text
+from kv_services.gateway.actor import ClusterCompleter, GatewayContext
+from kv_services.gateway.admission import RequestLimits, ServedModel
+from kv_services.gateway.completer import RequestRecord
+from kv_services.gateway.generation import GenerationSettings
+from kv_services.gateway.http import FrontHooks, HttpFront
+from kv_services.gateway.placing import Placer
+from kv_services.gateway.tenancy import ApiKeys
+from kv_services.messages import Load
+from kv_services.process import Base, keep, model_path
+
+
+class FrontChild:
+    """The HTTP front as a supervised child."""
+
+    def __init__(self, front: HttpFront) -> None:
+        self._front = front
+        self._closed: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        self._closed = asyncio.Event()
+        await self._front.start()
+
+    async def run(self) -> None:
+        assert self._closed is not None
+        await self._closed.wait()
+
+    async def drain(self, timeout_ns: int) -> bool:
+        """Refuse new requests and let the open ones finish."""
+        return await self._front.drain(timeout_ns / 1e9) == 0
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            self._closed.set()
+        await self._front.close()
+
+
+def build(base: Base) -> list[ChildSpec]:
+    """The children of a gateway.
+
+    Raises:
+        KVError: the weights' tokeniser is not to be had, or the address may not be served without keys.
+    """
+    config, node = base.config, base.node
+    info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
+    policy = config.routing.policy
+    placer = Placer(make_placement_policy(policy), make_placement_policy(policy), config.model.block_size)
+    completer = ClusterCompleter(
+        GatewayContext(
+            config=config,
+            clock=base.clock,
+            bus=base.bus,
+            cluster=base.cluster,
+            index=base.index,
+            placer=placer,
+            ownership=base.replica,
+            metrics=base.metrics,
+            model_id=config.model.id,
+            weights_revision=info.weights_revision,
+        )
+    )
+    base.load = lambda: Load(running=completer.num_open)
+    model = ServedModel(
+        config.model.id,
+        tokenizer,
+        info.max_context,
+        info.weights_revision,
+        created_s=base.clock.wall_ns() // 1_000_000_000,
+    )
+    limits = config.limits
+
+    def unready() -> str:
+        if reason := base.unready():
+            return reason
+        return "" if base.cluster.alive(Role.DECODE) else "no decode node is alive"
+
+    front = HttpFront(
+        completer,
+        {model.name: model},
+        ApiKeys(config.tenants, config.cluster.operator_keys),
+        GenerationSettings(
+            request_limits=RequestLimits(limits.max_prompt_tokens, limits.max_output_tokens, limits.request_timeout_s),
+            max_requests=limits.gateway_queue,
+        ),
+        FrontHooks(metrics=base.metrics_body, status=base.status_body, unready=unready, observe=_observer(base)),
+        host=node.host,
+        port=node.http_port,
+        clock=base.clock,
+    )
+    return [keep("completer", completer), keep("http", FrontChild(front), drain_ns=2_000_000_000)]
+
+
+def _observer(base: Base) -> Callable[[RequestRecord], None]:
+    def observe(record: RequestRecord) -> None:
+        metrics = base.metrics
+        if record.ttft_ns is not None:
+            metrics.ttft.observe(record.ttft_ns / 1e9)
+        if record.outcome == "ok":
+            metrics.found_tokens("cached", record.cached_tokens)
+            metrics.found_tokens("computed", record.prompt_tokens - record.cached_tokens)
+
+    return observe

@@ -1,0 +1,80 @@
+"""What one process keeps on disk between its lives: its incarnation and the bound of its clock.
+
+A life file is written to a temporary name, synced and renamed, so that it is whole at any instant. Losing it costs
+nothing but a higher jump of the incarnation, which then starts from the wall clock.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kv_core.clock import Clock
+from kv_core.errors import KVError
+from kv_core.ids import Incarnation
+
+LIFE_BYTES_MAX: Final = 4096
+
+
+class LifeFileError(KVError):
+    """The life file cannot be read or written."""
+
+    code = 7040
+    template = "{path}: {cause}"
+
+
+class Life(msgspec.Struct, frozen=True):
+    """The file's content."""
+
+    incarnation: int = 0
+    clock_bound_ns: int = 0
+
+
+class LifeFile:
+    """One process's life file; `begin` first."""
+
+    def __init__(self, folder: Path, node_id: str) -> None:
+        self._path = folder / f"{node_id}.life.json"
+        self.life = Life()
+
+    def begin(self, clock: Clock) -> Life:
+        """Start a life: an incarnation above every one before, on disk before it is used.
+
+        Raises:
+            LifeFileError: it is damaged, or cannot be written.
+        """
+        before = self._read()
+        # Seconds of the epoch: above what peers saw even if the folder was lost.
+        incarnation = max(before.incarnation + 1, clock.wall_ns() // 1_000_000_000)
+        self._write(Life(Incarnation(incarnation), before.clock_bound_ns))
+        return self.life
+
+    def keep_clock_bound(self, bound_ns: int) -> None:
+        """Put the bound on disk; a lower one changes nothing."""
+        if bound_ns > self.life.clock_bound_ns:
+            self._write(Life(self.life.incarnation, bound_ns))
+
+    def _read(self) -> Life:
+        try:
+            with self._path.open("rb") as stream:
+                return msgspec.json.decode(stream.read(LIFE_BYTES_MAX), type=Life)
+        except FileNotFoundError:
+            return Life()
+        except OSError as error:
+            raise LifeFileError(path=str(self._path), cause=error.strerror or str(error)) from error
+        except msgspec.MsgspecError as error:
+            raise LifeFileError(path=str(self._path), cause=f"damaged ({error}); remove it") from error
+
+    def _write(self, life: Life) -> None:
+        new = self._path.with_suffix(".new")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with new.open("wb") as stream:
+                stream.write(msgspec.json.encode(life))
+                stream.flush()
+                os.fsync(stream.fileno())
+            new.replace(self._path)
+        except OSError as error:
+            raise LifeFileError(path=str(self._path), cause=error.strerror or str(error)) from error
+        self.life = life

@@ -1,0 +1,126 @@
+"""Decides which thresholds are crossed, once per episode, naming the node or link.
+
+`KvCacheHealthMonitor` is fed one `HealthSample` per process and judges it against `HealthSection`; it knows no HTTP,
+no clock and no metric. `diagnose_transfer_failure` is kv-transport's table, offered here because operators look for
+it here.
+
+H1: an alert begins when its threshold is crossed and ends when it is no longer; in between it is told once.
+H2: too few events prove nothing: a rate is judged from `MIN_EVENTS` on.
+H3: a node that is gone has no alerts of its own but that it is gone.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_core.ids import NodeId
+from kv_services.config import HealthSection
+from kv_transport import RecoveryAction, TransferTask
+from kv_transport import diagnose_transfer_failure as _diagnose
+
+MIN_EVENTS: Final = 20
+MIN_TOKENS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSample:
+    """What one process reported. Rates are cumulative counts; `None` where a role has no such figure."""
+
+    node_id: NodeId
+    reachable: bool
+    transfers: int = 0
+    transfer_failures: int = 0
+    transfer_p99_ms: float | None = None
+    staleness_ms: float = 0.0
+    replication_lag: int = 0
+    lag_origin: str = ""
+    asked_tokens: int = 0
+    hit_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRaised:
+    """A threshold was crossed."""
+
+    node_id: NodeId
+    threshold: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class AlertCleared:
+    """It no longer is."""
+
+    node_id: NodeId
+    threshold: str
+
+
+HealthEffect = AlertRaised | AlertCleared
+
+
+@dataclass(slots=True)
+class KvCacheHealthMonitor:
+    """The health of a cluster against its thresholds.
+
+    Args:
+        thresholds: from the cluster file; the defaults are the product's.
+    """
+
+    thresholds: HealthSection = field(default_factory=HealthSection)
+    _up: dict[tuple[NodeId, str], str] = field(default_factory=dict)
+
+    def step(self, sample: HealthSample) -> list[HealthEffect]:
+        """Judge one process' report."""
+        crossed = self._crossed(sample)
+        effects: list[HealthEffect] = []
+        for threshold, sentence in crossed.items():
+            key = (sample.node_id, threshold)
+            if key not in self._up:
+                effects.append(AlertRaised(sample.node_id, threshold, sentence))
+            self._up[key] = sentence
+        for key in [key for key in self._up if key[0] == sample.node_id and key[1] not in crossed]:
+            del self._up[key]
+            effects.append(AlertCleared(*key))
+        return effects
+
+    def alerts(self) -> list[str]:
+        """What is crossed now, one sentence each."""
+        return list(self._up.values())
+
+    @staticmethod
+    def diagnose_transfer_failure(task: TransferTask, error: BaseException) -> RecoveryAction:
+        """What to do about a failed transfer; the same table that the nodes act by."""
+        return _diagnose(task, error)
+
+    def _crossed(self, sample: HealthSample) -> dict[str, str]:
+        node, limits = sample.node_id, self.thresholds
+        if not sample.reachable:
+            return {"reachable": f"{node} does not answer"}
+        crossed: dict[str, str] = {}
+        if sample.transfers >= MIN_EVENTS:
+            rate = sample.transfer_failures / sample.transfers
+            allowed = limits.kv_transfer_failure_rate
+            if rate > allowed:
+                crossed["kv_transfer_failure_rate"] = (
+                    f"{node}: {rate:.1%} of its transfers failed, the threshold is {allowed:.1%}"
+                )
+        if sample.transfer_p99_ms is not None and sample.transfers >= MIN_EVENTS:
+            goal = limits.kv_transfer_latency_p99_ms
+            if sample.transfer_p99_ms > goal:
+                crossed["kv_transfer_latency_p99"] = (
+                    f"{node}: 1 % of its transfers take {sample.transfer_p99_ms:.1f} ms or more, the goal is {goal:g}"
+                )
+        if sample.staleness_ms > limits.kv_staleness_ms:
+            crossed["kv_staleness_ms"] = (
+                f"{node} lacks updates for {sample.staleness_ms:.0f} ms, the threshold is {limits.kv_staleness_ms:g} ms"
+            )
+        if sample.replication_lag > limits.kv_replication_lag:
+            crossed["kv_replication_lag"] = (
+                f"{node} is {sample.replication_lag} updates of {sample.lag_origin} behind,"
+                f" the threshold is {limits.kv_replication_lag}"
+            )
+        wanted = limits.kv_cache_hit_ratio
+        if sample.hit_ratio is not None and sample.asked_tokens >= MIN_TOKENS and sample.hit_ratio < wanted:
+            crossed["kv_cache_hit_ratio"] = (
+                f"{node}: {sample.hit_ratio:.0%} of prompt tokens were found, the goal is {wanted:.0%}"
+            )
+        return crossed

@@ -1,0 +1,257 @@
+"""Puts one node together: arena, transfers, pool, engine, and the roles over them.
+
+Every node that holds KV is built alike and can serve leases; prefill and decode are two machines over one pool and one
+compute thread. Order of starting: arena and agent, then the roles, then HTTP; stopping goes the other way, so that
+nobody is served from memory that is gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kv_bus.interface import Reply, Request
+from kv_bus.supervisor import ChildSpec
+from kv_core.block import Layout
+from kv_core.hashing import BlockHash
+from kv_core.ids import RequestId
+from kv_prefix.block_pool import BlockPool
+from kv_services.config import Role
+from kv_services.engine.interface import Model
+from kv_services.engine.load import EngineSpec, open_model
+from kv_services.engine.threads import set_blas_threads
+from kv_services.membership.state import Effect as MemberEffect
+from kv_services.membership.state import MemberDied
+from kv_services.messages import Ack, EndRequest, Load
+from kv_services.node.compute import ComputeThread
+from kv_services.node.context import NodeContext
+from kv_services.node.decode import DecodeActor
+from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
+from kv_services.node.decode_state import DecodeMachine
+from kv_services.node.introductions import Introducer
+from kv_services.node.prefill import PrefillActor
+from kv_services.node.prefill_events import PrefillEndAsked, PrefillPeerDied, PrefillTimePassed, PullPlan
+from kv_services.node.prefill_state import PrefillMachine
+from kv_services.node.pull_cost import PullCost, plan_pull
+from kv_services.node.store import LeaseDesk
+from kv_services.process import Base, keep, model_path
+from kv_services.status_report import SlotCounts
+from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
+
+TICK_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Memory:
+    """A node's arena, agent and transfer engine. A supervised child: `start`, `run`, `close`."""
+
+    def __init__(self, arena: Arena, agent: TransferAgent, transfers: KVCacheTransferEngine) -> None:
+        self.arena, self.agent, self.transfers = arena, agent, transfers
+        self._closed: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        self._closed = asyncio.Event()
+        await self.agent.start()
+
+    async def run(self) -> None:
+        assert self._closed is not None
+        await self._closed.wait()
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            self._closed.set()
+        await self.transfers.close()
+        await self.agent.close()
+        self.arena.close()
+
+
+class NodeWork:
+    """The roles of one node, their clockwork and their ends. A supervised child: `start`, `run`, `drain`, `close`."""
+
+    def __init__(
+        self, base: Base, ctx: NodeContext, agent: TransferAgent, introducer: Introducer, model: Model
+    ) -> None:
+        self._base = base
+        self._ctx = ctx
+        self._agent = agent
+        self._introducer = introducer
+        self.cost = PullCost(ctx.arena.geometry.block_nbytes, ctx.block_size)
+        num_slots, limits = ctx.arena.num_slots, base.config.limits
+        decode = DecodeMachine(
+            ctx.node_id,
+            ctx.pool,
+            block_size=ctx.block_size,
+            num_slots=num_slots,
+            max_batch=limits.max_batch,
+            max_waiting=limits.node_queue,
+        )
+        prefill = PrefillMachine(
+            ctx.node_id,
+            ctx.pool,
+            block_size=ctx.block_size,
+            num_slots=num_slots,
+            max_waiting=limits.node_queue,
+            plan_pull=self._plan_pull,
+        )
+        self.decode = DecodeActor(ctx, model, decode)
+        self.prefill = PrefillActor(ctx, model, prefill, self.cost)
+        self.leases = LeaseDesk(ctx)
+        self._closed: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        self._closed = asyncio.Event()
+        role = self._base.node.role
+        if role is Role.DECODE:
+            self.decode.listen()
+        if role is Role.PREFILL:
+            self.prefill.listen()
+        self.leases.listen()
+        self._introducer.listen()
+        self._ctx.bus.handle(EndRequest, self._on_end)
+        self._base.cluster.on_change(self._on_member)
+
+    async def run(self) -> None:
+        """Judge deadlines and leases until closed; raise when a role's actor fails."""
+        assert self._closed is not None
+        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._closed.wait())]
+        ends += [asyncio.ensure_future(actor.run()) for actor in (self.decode, self.prefill)]
+        try:
+            while not any(end.done() for end in ends):
+                self._tick()
+                await asyncio.wait(ends, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends[1:]:
+                if end.done():
+                    end.result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            self._closed.set()
+        await self.decode.close()
+        await self.prefill.close()
+        await self._introducer.close()
+        self.leases.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._ctx.compute.close)
+
+    def load(self) -> Load:
+        """What this node says of itself in each heartbeat."""
+        stats = self._ctx.pool.stats()
+        decode, prefill = self.decode.machine, self.prefill.machine
+        return Load(
+            running=decode.num_running + prefill.num_running,
+            waiting=decode.num_waiting + prefill.num_waiting,
+            waiting_tokens=prefill.waiting_tokens,
+            slots_total=stats.total,
+            slots_free=stats.free,
+            slots_cached=stats.cached,
+            slots_pinned=stats.pinned,
+            tokens_per_second=1e9 / self.cost.compute_ns_per_token,
+        )
+
+    def slots(self) -> SlotCounts:
+        """Slots by state; those in quarantine are pinned in the pool and told apart here."""
+        stats = self._ctx.pool.stats()
+        quarantined = min(stats.pinned, self._agent.stats().quarantined_slots)
+        return SlotCounts(stats.total, stats.free, stats.cached, stats.pinned - quarantined, quarantined)
+
+    def transports(self) -> dict[str, str]:
+        """The transport in use to each peer that KV moved to or from."""
+        return {
+            peer.peer.partition("#")[0]: "+".join(peer.transports) or peer.preferred
+            for peer in self._agent.stats().peers
+        }
+
+    def open_things(self) -> dict[str, int]:
+        """What is owned and not given back yet, by kind."""
+        things: dict[str, int] = {"prefix leases": len(self.leases), "token streams": len(self.decode.outbox)}
+        for hold in self._ctx.pool.holds():
+            kind = f"pool {hold.receipt.kind.value}"
+            things[kind] = things.get(kind, 0) + 1
+        for item in self._agent.inventory().work:
+            things[item.kind] = things.get(item.kind, 0) + 1
+        return {kind: count for kind, count in things.items() if count}
+
+    def _plan_pull(self, hashes: Sequence[BlockHash], have_blocks: int) -> PullPlan | None:
+        usable = self._base.cluster.alive(Role.PREFILL, Role.DECODE, Role.STORE)
+        holders = self._ctx.index.lookup(hashes)
+        return plan_pull(holders, usable, hashes, have_blocks, self.cost)
+
+    def _tick(self) -> None:
+        now_ns = self._ctx.clock.monotonic_ns()
+        self.decode.complete(TimePassed(now_ns))
+        self.prefill.complete(PrefillTimePassed(now_ns))
+        self.leases.expire()
+
+    def _on_end(self, request: Request[EndRequest]) -> Reply:
+        message = request.message
+        request_id = RequestId(message.request_id)
+        self.decode.complete(EndAsked(request_id, message.epoch, message.cause))
+        self.prefill.complete(PrefillEndAsked(request_id, message.epoch, message.cause))
+        return Ack()
+
+    def _on_member(self, effect: MemberEffect) -> None:
+        if isinstance(effect, MemberDied):
+            self.decode.complete(PeerDied(effect.node_id, effect.cause))
+            self.decode.outbox.drop_gateway(effect.node_id)
+            self.prefill.complete(PrefillPeerDied(effect.node_id, effect.cause))
+            self.leases.reader_died(effect.node_id)
+
+
+def build(base: Base) -> list[ChildSpec]:
+    """The children of a node that holds KV.
+
+    Raises:
+        KVError: the weights or the memory are not to be had.
+    """
+    config, node = base.config, base.node
+    set_blas_threads(node.compute_threads)
+    model = open_model(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
+    geometry = model.info.geometry.block_geometry(config.model.dtype, config.model.block_size)
+    arena = Arena.create(geometry, node.num_slots(geometry.block_nbytes), Layout(config.model.layout), name=node.id)
+    transport = config.transport
+    agent = TransferAgent(
+        node.node_id,
+        base.incarnation,
+        TransportConfig(
+            transport=transport.backend,
+            socket_folder=None if transport.backend == "tcp" else config.state_path / "sockets" / node.id,
+            tcp_host=None if transport.backend == "shm" else node.host,
+            tcp_port=node.data_port,
+            tcp_streams=transport.streams,
+            allow_ucx=transport.allow_ucx,
+            window_size=transport.window_size,
+            unit_bytes=transport.unit_bytes,
+        ),
+        base.clock,
+    )
+    region = agent.register_memory(arena).region
+    pool = BlockPool(arena.num_slots, config.model.block_size, region=region)
+    introducer = Introducer(base.bus, agent, base.cluster, base.clock)
+    ctx = NodeContext(
+        config=config,
+        node=node,
+        clock=base.clock,
+        bus=base.bus,
+        arena=arena,
+        region=region,
+        pool=pool,
+        index=base.index,
+        transfers=KVCacheTransferEngine(agent),
+        compute=ComputeThread(node.node_id),
+        replica=base.replica,
+        introductions=introducer,
+        metrics=base.metrics,
+    )
+    work = NodeWork(base, ctx, agent, introducer, model)
+    base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
+    nbytes = arena.num_slots * geometry.block_nbytes
+    _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
+    return [
+        keep("memory", Memory(arena, agent, ctx.transfers)),
+        keep("work", work),
+        keep("http", base.side_http()),
+    ]

@@ -1,0 +1,258 @@
+"""What every process of a cluster has: settings, a life, keys, a bus, a view of the others, a replica, counters.
+
+Roles are built on a `Base` and hand back their children; `run` supervises base and children in one order and stops
+them in the reverse one, at SIGTERM or SIGINT, or when a child cannot be kept running.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from kv_bus.interface import Bus, PeerAddress
+from kv_bus.keys import AllowListFile, load_key_pair
+from kv_bus.lag import LoopLagProbe
+from kv_bus.supervisor import Child, ChildSpec, RestartPolicy, Supervisor
+from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
+from kv_consistency.manager import KvCacheConsistencyManager
+from kv_consistency.messages import MESSAGES
+from kv_consistency.replica import ReplicaConfig
+from kv_core.clock import Clock, SystemClock
+from kv_core.errors import KVError
+from kv_core.ids import Incarnation
+from kv_core.wire import Registry
+from kv_prefix.prefix_index import PrefixIndex
+from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.life import LifeFile
+from kv_services.membership.actor import ClusterView
+from kv_services.messages import ROLE_MESSAGES, Load
+from kv_services.metrics import Metrics
+from kv_services.replica.service import ReplicaService, ReplicaStamper
+from kv_services.side_http import SideHttp
+from kv_services.status_report import SlotCounts, StatusReport, encode_status
+
+CLOCK_HORIZON_NS: Final = 10_000_000_000
+DRAIN_NS: Final = 2_000_000_000
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a computing thread may keep the interpreter from the loop: a tenth of the default."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Base:
+    """The parts that every role shares. `load` and `status` are filled in by the role."""
+
+    config: ClusterConfig
+    node: NodeConfig
+    clock: Clock
+    life: LifeFile
+    incarnation: Incarnation
+    bus: Bus
+    cluster: ClusterView
+    index: PrefixIndex
+    replica: ReplicaService
+    metrics: Metrics
+    lag: LoopLagProbe
+    started_ns: int
+    load: Callable[[], Load] = Load
+    slots: Callable[[], SlotCounts | None] = lambda: None
+    transports: Callable[[], dict[str, str]] = dict
+    open_things: Callable[[], dict[str, int]] = dict
+    alerts: Callable[[], list[str]] = list
+    ready: bool = False
+    draining: bool = field(default=False)
+
+    def unready(self) -> str:
+        """Why this process cannot do its work now; empty if it can."""
+        if self.draining:
+            return "draining"
+        if not self.ready:
+            return "starting"
+        return "" if self.replica.manager.ready else "its replica synchronises"
+
+    def status(self) -> StatusReport:
+        """This process as it sees itself."""
+        load, alerts = self.load(), self.alerts()
+        reason = self.unready()
+        return StatusReport(
+            node=self.node.id,
+            role=self.node.role.value,
+            state="draining" if self.draining else "starting" if reason else "degraded" if alerts else "ready",
+            incarnation=self.incarnation,
+            uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
+            slots=self.slots(),
+            running=load.running,
+            waiting=load.waiting,
+            transports=self.transports(),
+            members={m.node_id: m.liveness.value for m in self.cluster.view.members.values()},
+            alerts=alerts,
+            open=self.open_things(),
+        )
+
+    def status_body(self) -> bytes:
+        """The body of /status."""
+        return encode_status(self.status())
+
+    def metrics_body(self) -> bytes:
+        """The body of /metrics, with the gauges that are read rather than counted brought up to date."""
+        metrics, load = self.metrics, self.load()
+        metrics.loop_lag.set(self.lag.snapshot().recent_max_ns / 1e9)
+        metrics.bus_refused.set(sum(self.bus.stats().refused.values()))
+        metrics.running.set(load.running)
+        metrics.waiting.set(load.waiting)
+        slots = self.slots()
+        if slots is not None:
+            for state in ("free", "cached", "pinned", "quarantined"):
+                metrics.slots.labels(state).set(getattr(slots, state))
+            metrics.utilization.set((slots.cached + slots.pinned) / slots.total)
+        counts: dict[str, int] = {}
+        for member in self.cluster.view.members.values():
+            counts[member.liveness.value] = counts.get(member.liveness.value, 0) + 1
+        for liveness in ("unseen", "alive", "suspect", "dead"):
+            metrics.members.labels(liveness).set(counts.get(liveness, 0))
+        return metrics.expose(self.clock.monotonic_ns())
+
+    def side_http(self, pages: dict[str, tuple[str, Callable[[], bytes]]] | None = None) -> SideHttp:
+        """The HTTP server of a process that is no gateway."""
+        return SideHttp(
+            self.node.host,
+            self.node.http_port,
+            operator_keys=self.config.cluster.operator_keys,
+            unready=self.unready,
+            metrics=self.metrics_body,
+            status=self.status_body,
+            pages=pages,
+        )
+
+    def children(self) -> list[ChildSpec]:
+        """The base's own children, in the order of starting."""
+        return [
+            keep("loop lag", self.lag),
+            keep("bus", self.bus, drain_ns=DRAIN_NS),
+            keep("membership", self.cluster),
+            keep("replica", self.replica),
+        ]
+
+
+def keep(name: str, child: Child, *, drain_ns: int = 0) -> ChildSpec:
+    """A child that is made once: it owns sockets and memory, so its failure ends the process, and the next life of
+    the process is the restart."""
+
+    return ChildSpec(name, lambda: child, policy=RestartPolicy(failures_max=0), drain_timeout_ns=drain_ns)
+
+
+def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
+    """Make the parts of one process; nothing is started.
+
+    Raises:
+        KVError: a key, a life file or an address is not as it must be.
+    """
+    clock = SystemClock()
+    life = LifeFile(config.state_path / "lives", node.id)
+    before = life.begin(clock)
+    incarnation = Incarnation(before.incarnation)
+    metrics = Metrics(node.id, node.role.value)
+    index = PrefixIndex()
+    settings = ReplicaConfig(clock_floor_ns=before.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
+    manager = KvCacheConsistencyManager(node.node_id, incarnation, settings)
+    replica = ReplicaService(manager, clock, index, life, metrics)
+    replica.prime()
+    bus = ZmqBus(
+        ZmqBusConfig(
+            node_id=node.node_id,
+            incarnation=incarnation,
+            requests=node.bus_endpoint,
+            events=node.events_endpoint,
+            keys=load_key_pair(config.keys_path, node.node_id),
+            allow_list=AllowListFile(config.allow_list_path),
+        ),
+        Registry(*ROLE_MESSAGES, *MESSAGES),
+        stamper=ReplicaStamper(manager, clock),
+        clock=clock,
+    )
+    peers = {peer.node_id: peer.role for peer in config.nodes if peer.id != node.id}
+    for peer in config.nodes:
+        if peer.id != node.id:
+            bus.add_peer(PeerAddress(peer.node_id, peer.bus_endpoint, peer.events_endpoint))
+    base: Base
+    cluster = ClusterView(bus, clock, config.bus, node.role, peers, lambda: base.load())
+    replica.attach(bus, cluster)
+    base = Base(
+        config=config,
+        node=node,
+        clock=clock,
+        life=life,
+        incarnation=incarnation,
+        bus=bus,
+        cluster=cluster,
+        index=index,
+        replica=replica,
+        metrics=metrics,
+        lag=LoopLagProbe(clock),
+        started_ns=clock.monotonic_ns(),
+    )
+    return base
+
+
+Build = Callable[[Base], Sequence[ChildSpec]]
+
+
+def run(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
+    """Run one process until it is told to stop; its exit status."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_live(config, node, build))
+    except KVError as error:
+        _log.error("%s cannot run: %s", node.id, error)
+        return 1
+
+
+async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
+    base = build_base(config, node)
+    supervisor = Supervisor(node.id, [*base.children(), *build(base)], clock=base.clock)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    waiting = loop.create_task(stop.wait())
+    starting = loop.create_task(supervisor.start())
+    await asyncio.wait((waiting, starting), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await supervisor.stop()
+        return 0
+    starting.result()
+    base.ready = True
+    _log.info("ready node=%s role=%s incarnation=%d", node.id, node.role.value, base.incarnation)
+    running = loop.create_task(supervisor.run())
+    await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
+    base.draining = True
+    waiting.cancel()
+    report = await supervisor.stop()
+    await asyncio.gather(waiting, return_exceptions=True)
+    running.result() if running.done() else await running
+    return 0 if report.clean else 1
+
+
+def set_up_logging(level: str) -> None:
+    """One line a record on standard error: time, level, logger, text."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+
+
+def model_path(config: ClusterConfig) -> Path | None:
+    """The weights file that the cluster file names, if it names one."""
+    return Path(config.model.path) if config.model.path else None

@@ -1,0 +1,374 @@
+"""Owns one process's replica: hands it what happens, performs what it wants, and answers its process's questions.
+
+Every event is one call on the loop, so there is no mailbox between a node's claim and its own reads. What the replica
+learns of claims goes to the prefix index at once, so a lookup never runs ahead of what the replica has applied.
+
+S1: only this object steps its replica. S2: a local write is applied here before its caller goes on.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kv_bus.interface import Bus, Event, Reply, Request, Stamp
+from kv_consistency.effects import (
+    BroadcastUpdates,
+    ClaimsAdded,
+    ClaimsChanged,
+    ClaimsRemoved,
+    Effect,
+    EndCause,
+    HolderDropped,
+    PersistClockBound,
+    ReportClock,
+    ReportResync,
+    RequestEnded,
+    RestartReplica,
+    SendTo,
+    WaiterFailed,
+    WaiterReady,
+)
+from kv_consistency.events import (
+    CancelWait,
+    ClockBoundPersisted,
+    GapNoticed,
+    Instant,
+    LocalEnd,
+    LocalRemove,
+    LocalStore,
+    PeerDied,
+    PeerJoined,
+    Received,
+    Removal,
+    Tick,
+    WaitFor,
+)
+from kv_consistency.events import Event as ReplicaEvent
+from kv_consistency.hlc import Timestamp
+from kv_consistency.manager import KvCacheConsistencyManager
+from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
+from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
+from kv_consistency.version_vector import CausalToken, Origin
+from kv_core.clock import Clock
+from kv_core.errors import KVError
+from kv_core.hashing import BlockHash
+from kv_core.ids import Incarnation, NodeId, RequestId
+from kv_core.namespace import Namespace
+from kv_core.wire import Message
+from kv_prefix import events as pool_events
+from kv_prefix.prefix_index import Holder, PrefixIndex
+from kv_services.config import Role
+from kv_services.life import LifeFile
+from kv_services.membership.actor import ClusterView
+from kv_services.membership.state import Effect as MemberEffect
+from kv_services.membership.state import MemberDied, MemberUp
+from kv_services.metrics import Metrics
+
+TICK_S: Final = 0.05
+NAMESPACES_MAX: Final = 4096
+"""Namespaces a process remembers the purge scopes of; the oldest are forgotten, and are then purged by digest only."""
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaStamper:
+    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock."""
+
+    def __init__(self, manager: KvCacheConsistencyManager, clock: Clock) -> None:
+        self._manager = manager
+        self._clock = clock
+
+    def tick(self) -> Stamp:
+        stamp = self._manager.clock.tick(self._clock.wall_ns())
+        return Stamp(stamp.wall_ns, stamp.logical, stamp.node)
+
+    def merge(self, remote: Stamp, /) -> None:
+        self._manager.clock.merge(Timestamp(remote.wall_ns, remote.logical, remote.node_id), self._clock.wall_ns())
+
+
+class ReplicaService:
+    """One process's replica. A supervised child: `start`, `run`, `close`.
+
+    Args:
+        on_request_ended: told when a request is over for everybody, because it ended or its gateway died.
+    """
+
+    def __init__(
+        self,
+        manager: KvCacheConsistencyManager,
+        clock: Clock,
+        index: PrefixIndex,
+        life: LifeFile,
+        metrics: Metrics,
+        on_request_ended: Callable[[RequestId, OwnerEpoch, EndCause], None] | None = None,
+    ) -> None:
+        self.manager = manager
+        self._clock = clock
+        self._index = index
+        self._life = life
+        self._metrics = metrics
+        self._on_request_ended = on_request_ended
+        self._bus: Bus | None = None
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._waiter_ids = itertools.count(1)
+        self._namespaces: dict[bytes, NamespaceRef] = {}
+        self._closed: asyncio.Event | None = None
+        self._lagging_since_ns: int | None = None
+        self._fenced: KVError | None = None
+
+    def prime(self) -> None:
+        """Let the clock have its first bound, before anything is stamped."""
+        self._step(Tick(self._now()))
+
+    def attach(self, bus: Bus, cluster: ClusterView) -> None:
+        """Join the bus: take the peers' messages, follow who lives."""
+        self._bus = bus
+        for message_type in MESSAGES:
+            if message_type is not UpdateBatch:
+                bus.handle(message_type, self._on_message)
+        cluster.on_published(UpdateBatch, self._on_updates)
+        cluster.on_gap(lambda node_id: self._step(GapNoticed(self._now(), node_id)))
+        cluster.on_change(self._on_member)
+        self._with_replica = {node_id for node_id, role in cluster.roles.items() if role is not Role.MONITOR}
+
+    async def start(self) -> None:
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Tick until closed; raise when the cluster holds this life for over."""
+        assert self._closed is not None
+        while not self._closed.is_set():
+            if self._fenced is not None:
+                raise self._fenced
+            self._step(Tick(self._now()))
+            self._measure()
+            self._index.sweep()
+            try:
+                await asyncio.wait_for(self._closed.wait(), TICK_S)
+            except TimeoutError:
+                continue
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            self._closed.set()
+        for waiter in self._waiters.values():
+            waiter.cancel()
+        self._waiters.clear()
+
+    # What a node publishes.
+
+    def know(self, namespace: Namespace) -> NamespaceRef:
+        """Remember by what a namespace can be purged; claims name it by digest only."""
+        known = self._namespaces.get(namespace.digest)
+        if known is None:
+            scopes = (
+                scope_id("model", namespace.model_id),
+                scope_id("weights", f"{namespace.model_id}@{namespace.weights_revision}"),
+                scope_id("tenant", namespace.salt),
+            )
+            known = NamespaceRef(namespace.digest, namespace.block_size, tuple(sorted(scopes)))
+            self._namespaces[namespace.digest] = known
+            if len(self._namespaces) > NAMESPACES_MAX:
+                del self._namespaces[next(iter(self._namespaces))]
+        return known
+
+    def pool_events(self, events: Sequence[pool_events.PoolEvent], block_size: int) -> None:
+        """Publish what the pool stored and removed as claims of this node, in the order it happened."""
+        runs: list[Run] = []
+        removed: dict[bytes, list[bytes]] = {}
+
+        def flush_runs() -> None:
+            if runs:
+                self._step(LocalStore(self._now(), tuple(runs)))
+                runs.clear()
+
+        def flush_removed() -> None:
+            if removed:
+                removals = tuple(Removal(digest, Tier.HOST, pack_hashes(hashes)) for digest, hashes in removed.items())
+                self._step(LocalRemove(self._now(), removals))
+                removed.clear()
+
+        for event in events:
+            if isinstance(event, pool_events.BlocksStored):
+                flush_removed()
+                known = self._namespaces.get(event.namespace) or NamespaceRef(event.namespace, block_size)
+                runs.append(pack_run(known, Tier.HOST, event.first_block_idx, event.block_hashes))
+            else:
+                flush_runs()
+                removed.setdefault(event.namespace, []).append(event.block_hash.sequence)
+        flush_runs()
+        flush_removed()
+
+    def register_length(
+        self, request_id: RequestId, owner: OwnerEpoch, num_tokens: int, checksum: int, namespace: Namespace
+    ) -> None:
+        """Publish that KV of the first `num_tokens` tokens of a request is readable here.
+
+        Raises:
+            FencedError: the request has a newer owner.
+        """
+        self.manager.register_update(
+            request_id,
+            num_tokens,
+            [self.manager.origin.node],
+            checksum=checksum,
+            epoch=owner,
+            namespace=self.know(namespace),
+            at=self._now(),
+        )
+        self._drain()
+
+    def verify(self, request_id: RequestId, owner: OwnerEpoch, num_tokens: int) -> None:
+        """See that KV of the first `num_tokens` tokens may be read for this owner.
+
+        Raises:
+            NotFoundError, IncompleteError, FencedError, HolderLostError: it may not.
+        """
+        self.manager.verify_readable(request_id, num_tokens, epoch=owner, at=self._now())
+
+    def token(self, request_id: RequestId) -> bytes:
+        """What a read elsewhere must follow to see the request's entry as it is here."""
+        return self.manager.token(request_id).to_bytes()
+
+    async def caught_up(self, token: bytes, deadline_ns: int) -> None:
+        """Wait until everything `token` names is applied here.
+
+        Raises:
+            StaleReplicaError, HolderLostError: not by the deadline, or never.
+        """
+        after = CausalToken.from_bytes(token)
+        waiter = next(self._waiter_ids)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = future
+        try:
+            self._step(WaitFor(self._now(), waiter, after, deadline_ns))
+            await future
+        finally:
+            if self._waiters.pop(waiter, None) is not None:
+                self._step(CancelWait(waiter))
+
+    # What a gateway publishes.
+
+    def own(self, request_id: RequestId) -> tuple[OwnerEpoch, bytes]:
+        """Own the request's next epoch; former owners are fenced. Also gives the token that a node must follow."""
+        epoch = self.manager.take_ownership(request_id, at=self._now())
+        self._drain()
+        return epoch, self.manager.token(request_id).to_bytes()
+
+    def end(self, request_id: RequestId) -> None:
+        """The request is over everywhere."""
+        self._step(LocalEnd(self._now(), request_id))
+
+    def lag(self) -> dict[Origin, int]:
+        """Updates of each living origin that are known to exist and not applied here."""
+        return self.manager.lag()
+
+    def _measure(self) -> None:
+        lag = self.lag()
+        for origin, versions in lag.items():
+            self._metrics.lag_versions.labels(origin.node).set(versions)
+        now_ns = self._clock.monotonic_ns()
+        if not any(lag.values()):
+            self._lagging_since_ns = None
+        elif self._lagging_since_ns is None:
+            self._lagging_since_ns = now_ns
+        since_ns = self._lagging_since_ns
+        self._metrics.lag_seconds.set(0.0 if since_ns is None else (now_ns - since_ns) / 1e9)
+
+    def _now(self) -> Instant:
+        return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
+
+    def _on_message(self, request: Request[Message]) -> Reply:
+        message = request.message
+        assert isinstance(message, ReplicaMessage)
+        self._step(Received(self._now(), request.sender, message))
+        return None
+
+    def _on_updates(self, event: Event[UpdateBatch]) -> None:
+        self._step(Received(self._now(), event.origin, event.message))
+
+    def _on_member(self, effect: MemberEffect) -> None:
+        if effect.node_id not in self._with_replica:
+            return
+        match effect:
+            case MemberUp(node_id, incarnation):
+                self._step(PeerJoined(self._now(), node_id, incarnation))
+            case MemberDied(node_id, incarnation):
+                self._step(PeerDied(self._now(), node_id, incarnation))
+            case _:
+                pass
+
+    def _step(self, event: ReplicaEvent) -> None:
+        for effect in self.manager.step(event):
+            self._perform(effect)
+
+    def _drain(self) -> None:
+        for effect in self.manager.drain():
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case BroadcastUpdates(batch):
+                if self._bus is not None:
+                    self._bus.publish(batch)
+            case SendTo(peer, message):
+                self._send(peer, message)
+            case ClaimsChanged(changes):
+                for change in changes:
+                    self._change_index(change)
+            case RequestEnded(request_id, epoch, cause):
+                if self._on_request_ended is not None:
+                    self._on_request_ended(request_id, epoch, cause)
+            case WaiterReady(waiter):
+                future = self._waiters.pop(waiter, None)
+                if future is not None and not future.done():
+                    future.set_result(None)
+            case WaiterFailed(waiter, error):
+                future = self._waiters.pop(waiter, None)
+                if future is not None and not future.done():
+                    future.set_exception(error)
+            case PersistClockBound(bound_ns):
+                # A small file four times a minute; a thread would let stamps wait for it.
+                self._life.keep_clock_bound(bound_ns)
+                self._step(ClockBoundPersisted(bound_ns))
+            case ReportClock(error, peer):
+                _log.error("clock is wrong whose=%s cause=%s", peer or "ours", error)
+            case ReportResync(peer, state):
+                _log.info("replica synchronises peer=%s state=%s", peer, state)
+            case RestartReplica(seen):
+                self._fenced = ReplicaOverError(node=self.manager.origin.node, seen=seen)
+            case _:
+                pass
+
+    def _send(self, peer: NodeId, message: Message) -> None:
+        if self._bus is None:
+            return
+        try:
+            self._bus.send(peer, message)
+        except KVError as error:
+            # Loss is repaired by the next digest.
+            _log.debug("replica message not sent peer=%s cause=%s", peer, error)
+
+    def _change_index(self, change: ClaimsAdded | ClaimsRemoved | HolderDropped) -> None:
+        holder = Holder(change.holder.node, change.holder.incarnation)
+        match change:
+            case ClaimsAdded(_, _, tier, _, hashes, checks):
+                self._index.stored(holder, pool_events.Tier(tier), list(map(BlockHash, hashes, checks)))
+            case ClaimsRemoved(_, _, tier, _, hashes):
+                self._index.removed(holder, pool_events.Tier(tier), [BlockHash(h, 0) for h in hashes])
+            case HolderDropped():
+                self._index.remove_holder(holder)
+
+
+class ReplicaOverError(KVError):
+    """The cluster declared this life over: it must end, and begin a new one."""
+
+    code = 7041
+    template = "the cluster holds this life of {node} for over (it has seen {seen}); restart it"
+
+
+def origin_epoch(gateway: NodeId, incarnation: Incarnation, epoch: int) -> OwnerEpoch:
+    """The owner that a gateway's request names."""
+    return OwnerEpoch(epoch, Origin(gateway, incarnation))
