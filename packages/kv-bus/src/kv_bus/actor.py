@@ -84,7 +84,6 @@ class Mailbox(Generic[EventT]):
 
     __slots__ = (
         "_completed",
-        "_events",
         "_highest",
         "_overloaded",
         "_overloads",
@@ -92,6 +91,7 @@ class Mailbox(Generic[EventT]):
         "_refused",
         "limit",
         "owner",
+        "waiting",
     )
 
     def __init__(self, owner: str, limit: int = MAILBOX_MAX) -> None:
@@ -99,16 +99,16 @@ class Mailbox(Generic[EventT]):
             raise LocalProtocolError(detail=f"a mailbox of {limit} events can take none")
         self.owner = owner
         self.limit = limit
-        self._events: deque[EventT] = deque()
+        self.waiting: deque[EventT] = deque()
         self._posted = self._completed = self._refused = self._highest = self._overloads = 0
         self._overloaded = False
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self.waiting)
 
     def post(self, event: EventT) -> None:
         """Add an outsider's event; raises `MailboxFull` at the bound."""
-        waiting = len(self._events)
+        waiting = len(self.waiting)
         if waiting >= self.limit:
             self._refused += 1
             if not self._overloaded:
@@ -117,35 +117,35 @@ class Mailbox(Generic[EventT]):
                 self._overloads += 1
                 _log.warning("mailbox full actor=%s limit=%d refused=%d", self.owner, self.limit, self._refused)
             raise MailboxFull(actor=self.owner, limit=self.limit)
-        self._events.append(event)
+        self.waiting.append(event)
         self._posted += 1
         if waiting >= self._highest:
             self._highest = waiting + 1
 
     def complete(self, event: EventT) -> None:
         """Add a completion, whatever waits."""
-        self._events.append(event)
+        self.waiting.append(event)
         self._completed += 1
-        if len(self._events) > self._highest:
-            self._highest = len(self._events)
+        if len(self.waiting) > self._highest:
+            self._highest = len(self.waiting)
 
     def take(self) -> EventT:
         """The oldest event; raises `IndexError` when there is none."""
-        event = self._events.popleft()
-        if self._overloaded and len(self._events) <= self.limit // 2:
+        event = self.waiting.popleft()
+        if self._overloaded and len(self.waiting) <= self.limit // 2:
             self._overloaded = False
             _log.info("mailbox recovered actor=%s refused=%d", self.owner, self._refused)
         return event
 
     def clear(self) -> int:
         """Forget what waits; the number of events forgotten."""
-        count = len(self._events)
-        self._events.clear()
+        count = len(self.waiting)
+        self.waiting.clear()
         return count
 
     def stats(self) -> MailboxStats:
         return MailboxStats(
-            len(self._events), self.limit, self._highest, self._posted, self._completed, self._refused, self._overloads
+            len(self.waiting), self.limit, self._highest, self._posted, self._completed, self._refused, self._overloads
         )
 
 
@@ -244,7 +244,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         if self._state is ActorState.OPEN:
             self._state = ActorState.DRAINING
         finished = True
-        if self._state is not ActorState.CLOSED and (self._mailbox or self._jobs):
+        if self._state is not ActorState.CLOSED and (self._mailbox.waiting or self._jobs):
             idle: asyncio.Future[None] = self._running_loop().create_future()
             self._idle_waiters.append(idle)
             try:
@@ -289,26 +289,25 @@ class Actor(ABC, Generic[EventT, EffectT]):
 
     def _take_turn(self) -> None:
         mailbox, step, perform = self._mailbox, self._machine.step, self.perform
-        started_ns = self._monotonic_ns()
-        self._turns += 1
+        until_ns = self._monotonic_ns() + ACTOR_TURN_NS
+        done = 0
         try:
-            for done in range(1, ACTOR_TURN_EVENTS + 1):
-                if not mailbox:
-                    break
-                self._handled += 1
+            while mailbox.waiting and done < ACTOR_TURN_EVENTS:
+                done += 1
                 for effect in step(mailbox.take()):
                     perform(effect)  # never awaits; IO started here ends as another event
-                if self._state is ActorState.CLOSED:
-                    break
-                if done % 8 == 0 and self._monotonic_ns() - started_ns > ACTOR_TURN_NS:
+                if not done & 7 and self._monotonic_ns() > until_ns:
                     break
         except Exception as error:  # the boundary of M6: whatever it is, run() raises it
             self._fail(error)
             return
+        finally:
+            self._turns += 1
+            self._handled += done
         self._turn = None
         if self._state is ActorState.CLOSED:
             return
-        if mailbox:
+        if mailbox.waiting:
             self._schedule()
         elif not self._jobs:
             self._wake_idle()
@@ -328,7 +327,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         error = None if task.cancelled() else task.exception()
         if error is not None and self._state is not ActorState.CLOSED:
             self._fail(error)
-        elif not self._jobs and not self._mailbox and self._turn is None:
+        elif not self._jobs and not self._mailbox.waiting and self._turn is None:
             self._wake_idle()
 
     def _fail(self, error: BaseException) -> None:

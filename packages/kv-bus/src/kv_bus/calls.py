@@ -9,10 +9,10 @@ O2: a reply counts only if it came by the link the call left by, from the life t
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from kv_bus.carrier import Carrier, Wire
+from kv_bus.carrier import Carrier, Frame, Wire
 from kv_bus.control import Cancel, Hello, HelloReply, header_of
 from kv_bus.errors import (
     BusClosed,
@@ -44,8 +44,7 @@ from kv_core.wire import Envelope, ErrorReply, Message, WireError, decode
 _NO_GREETING: Final = 0
 
 
-@dataclass(slots=True, eq=False)
-class PeerCall(Outgoing):
+class PeerCall(Outgoing, eq=False):
     """A message of this half, and the handle its caller holds."""
 
     calls: "Calls"
@@ -58,7 +57,7 @@ class PeerCall(Outgoing):
 class PeerLink:
     """One peer's link with its connection; what the carrier reports goes through here."""
 
-    __slots__ = ("calls", "greeting", "line", "link", "wire")
+    __slots__ = ("calls", "greeting", "line", "link", "reply_arrived", "wire")
 
     def __init__(self, calls: "Calls", line: Peer) -> None:
         self.calls = calls
@@ -66,6 +65,7 @@ class PeerLink:
         self.link = Link(line.node_id, line.incarnation)
         self.wire: Wire | None = None
         self.greeting = _NO_GREETING
+        self.reply_arrived = partial(calls.reply_arrived, self)
 
     def connected(self) -> None:
         self.calls.perform(self, self.link.connected())
@@ -80,9 +80,6 @@ class PeerLink:
 
     def writable(self) -> None:
         self.calls.perform(self, self.link.writable())
-
-    def reply_arrived(self, data: bytes) -> None:
-        self.calls.reply_arrived(self, data)
 
     def status(self) -> PeerStatus:
         link, address = self.link, self.line.address
@@ -186,7 +183,7 @@ class Calls:
             # Best effort: a peer that does not hear of it goes by the deadline.
             wire.send(self._encode(Cancel(call.call_id), link.incarnation, 0, 0))
 
-    def reply_arrived(self, peer: PeerLink, data: bytes) -> None:
+    def reply_arrived(self, peer: PeerLink, data: Frame) -> None:
         """A frame came by the link to `peer`."""
         local, link = self._local, peer.link
         local.counters.bytes_received += len(data)
@@ -413,7 +410,7 @@ class Calls:
         self._peers.seen(peer.line, envelope.sender_incarnation)
         self.perform(peer, peer.link.welcomed(envelope.sender_incarnation))
 
-    def _refused_reply(self, peer: PeerLink, data: bytes, error: WireError) -> None:
+    def _refused_reply(self, peer: PeerLink, data: Frame, error: WireError) -> None:
         """The peer's reply is not one that we understand: the call it answers fails with what is wrong with it."""
         self._local.counters.refuse(type(error).__name__)
         header = header_of(data)

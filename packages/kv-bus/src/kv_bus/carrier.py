@@ -10,12 +10,16 @@ C3: frames of one connection arrive in the order they were sent.
 C4: `send` and `reply` never block: they take the frame or say that they did not.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from kv_bus.interface import PeerAddress
 from kv_core.ids import NodeId
+
+Frame = bytes | memoryview
+"""An encoded envelope. A view is good until the sink returns."""
 
 
 class ReplyOutcome(Enum):
@@ -33,14 +37,19 @@ class CarrierStats:
     turns_cut: int = 0
     auth_admitted: int = 0
     auth_refused: int = 0
+    replies_dropped: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
 
 class RequestSink(Protocol):
     """Takes what arrives for this node."""
 
-    def request_arrived(self, owner: NodeId, route: bytes, data: bytes) -> None:
+    def request_arrived(self, owner: NodeId, route: bytes, data: Frame) -> None:
         """A frame came; `route` leads back to the connection it came by."""
+        ...
+
+    def stranger_arrived(self, route: bytes, data: Frame) -> None:
+        """A frame came by a connection whose key has left the allow-list since it was made."""
         ...
 
     def replies_writable(self) -> None:
@@ -71,7 +80,8 @@ class LinkSink(Protocol):
         """The peer does not admit us, or is not who we took it for; nothing is tried before `Wire.reconnect`."""
         ...
 
-    def reply_arrived(self, data: bytes) -> None: ...
+    @property
+    def reply_arrived(self) -> Callable[[Frame], None]: ...
 
     def writable(self) -> None:
         """`send` may be tried again."""
@@ -81,7 +91,7 @@ class LinkSink(Protocol):
 class EventSink(Protocol):
     """Told what arrives from one publisher."""
 
-    def event_arrived(self, data: bytes) -> None: ...
+    def event_arrived(self, data: Frame) -> None: ...
 
     def refused(self, cause: str) -> None:
         """As `LinkSink.refused`."""

@@ -54,7 +54,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=WIRE_VE
 _DECODE_HEADER: Final = msgspec.msgpack.Decoder(Header).decode
 
 
-def header_of(data: bytes) -> Header | None:
+def header_of(data: bytes | memoryview) -> Header | None:
     """The header of a message whose body was refused; None if the header is bad too.
 
     Only for bytes that already passed `decode`'s limits and failed on the body's type or schema.

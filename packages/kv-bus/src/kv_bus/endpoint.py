@@ -10,7 +10,7 @@ from enum import Enum
 from typing import overload
 
 from kv_bus.calls import Calls, PeerLink
-from kv_bus.carrier import Carrier
+from kv_bus.carrier import Carrier, Frame
 from kv_bus.control import CONTROL
 from kv_bus.errors import AuthRefused, UnexpectedReply, UnknownPeer
 from kv_bus.events import Events, EventSubscription
@@ -281,7 +281,7 @@ class Endpoint:
             requests_received=counters.requests_received,
             notes_received=counters.notes_received,
             replies_sent=counters.replies_sent,
-            replies_dropped=counters.replies_dropped,
+            replies_dropped=counters.replies_dropped + below.replies_dropped,
             events_published=counters.events_published,
             events_received=counters.events_received,
             gaps=counters.gaps,
@@ -294,9 +294,12 @@ class Endpoint:
             refused={**below.refused, **counters.refused},
         )
 
-    def request_arrived(self, owner: NodeId, route: bytes, data: bytes) -> None:
+    def request_arrived(self, owner: NodeId, route: bytes, data: Frame) -> None:
         """The carrier's side of `RequestSink`."""
         self._serving.request_arrived(owner, route, data)
+
+    def stranger_arrived(self, route: bytes, data: Frame) -> None:
+        self._serving.stranger_arrived(route, data)
 
     def replies_writable(self) -> None:
         self._serving.replies_writable()
@@ -311,6 +314,8 @@ class Endpoint:
         """The carrier is of no more use: `run()` raises, and the supervisor makes a new bus."""
         if self._failure is None:
             self._failure = error
+            if not self._waiters:
+                self._local.report(f"the bus of {self.node_id} failed and nobody runs it", error)
             self._closing = self._closing or asyncio.get_running_loop().create_task(self._close())
 
     def _cut_off(self, line: Peer) -> None:

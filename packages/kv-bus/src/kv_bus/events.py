@@ -9,7 +9,7 @@ E4: the head is repeated at a fixed pace, so that a lost last event shows within
 import asyncio
 from collections.abc import Callable
 
-from kv_bus.carrier import Carrier, EventWire
+from kv_bus.carrier import Carrier, EventWire, Frame
 from kv_bus.control import EventHead, header_of
 from kv_bus.errors import BusClosed
 from kv_bus.interface import Event, GapDetected, OriginRestarted, PeerRefused
@@ -66,7 +66,7 @@ class Origin:
         self.refused_now = False
         self.subscriptions: dict[EventSubscription, None] = {}
 
-    def event_arrived(self, data: bytes) -> None:
+    def event_arrived(self, data: Frame) -> None:
         local, line, counters = self._local, self.line, self._local.counters
         counters.bytes_received += len(data)
         try:
@@ -124,7 +124,7 @@ class Origin:
         if self.wire is not None:
             self.wire.reconnect()
 
-    def _event_lost(self, data: bytes, error: WireError) -> None:
+    def _event_lost(self, data: Frame, error: WireError) -> None:
         """An event that cannot be used is missing; its header, if good, says which."""
         self._local.counters.refuse(type(error).__name__)
         if not isinstance(error, UnknownMessageTypeError | SchemaMismatchError):

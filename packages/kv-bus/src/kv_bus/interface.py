@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar, overload
 
+import msgspec
+
 from kv_bus.pending import PendingStats
 from kv_bus.sequencer import NO_LIFE, GapDetected, OriginRestarted, SequencerStats
 from kv_core.errors import KVError
@@ -57,7 +59,7 @@ M_co = TypeVar("M_co", bound=Message, covariant=True)
 R = TypeVar("R", bound=Message)
 
 
-class Stamp(NamedTuple):
+class Stamp(msgspec.Struct, frozen=True, order=True, gc=False):
     """A hybrid logical clock's stamp as it travels; ordered by its fields."""
 
     wall_ns: int

@@ -25,6 +25,15 @@ PUMP_TURN_MESSAGES: Final = 48
 PUMP_TURN_NS: Final = MS // 2
 """A socket's turn ends after this long even if its budget of messages is left."""
 
+PACKET_MESSAGES_MAX: Final = 64
+"""Messages for one connection that may share a ZeroMQ message; a reader's turn is about as long."""
+
+PACKET_BYTES_MAX: Final = 64 << 10
+"""Bytes of messages that share a ZeroMQ message; larger ones gain nothing from company."""
+
+COPY_BYTES_MAX: Final = 64 << 10
+"""An arriving frame up to this size is copied out of libzmq's memory; a larger one is read in place."""
+
 PEER_QUEUE_MAX: Final = 4096
 """Messages that wait for a link to one peer; beyond it the call is refused with `PeerQueueFull`."""
 
@@ -94,6 +103,9 @@ HANDSHAKE_TIMEOUT_MS: Final = 5_000
 
 CLOSE_LINGER_MS: Final = 200
 """How long a closing bus lets handed-over frames leave."""
+
+CLOSE_FLUSH_MS: Final = 50
+"""How long a closing bus keeps its connections up after it handed the last frames over."""
 
 CONNECT_TIMEOUT_MS: Final = 5_000
 """A TCP connect that meets silence is given up and tried again."""

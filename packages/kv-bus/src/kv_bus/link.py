@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from kv_bus.errors import AuthRefused, ConnectionLost, PeerQueueFull, WrongIncarnation
 from kv_bus.interface import PeerDown, PeerEvent, PeerRefused, PeerState, PeerUp
 from kv_bus.limits import PEER_QUEUE_BYTES_MAX, PEER_QUEUE_MAX, REFUSED_RETRY_NS
@@ -26,8 +28,7 @@ from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message
 
 
-@dataclass(slots=True, eq=False)
-class Outgoing:
+class Outgoing(msgspec.Struct, eq=False):
     """A message on its way. `on_outcome` is None for a one-way message; `incarnation` 0 means whichever is there."""
 
     call_id: int

@@ -62,7 +62,8 @@ class PendingTable(Generic[EntryT]):
             self._strays += 1
             return None
         self._resolved += 1
-        self._sweep()
+        if len(self._deadlines) > 2 * len(self._entries) + _SWEEP_FLOOR:
+            self._sweep()
         return found[1]
 
     def remove(self, call_id: int) -> EntryT | None:
@@ -71,7 +72,8 @@ class PendingTable(Generic[EntryT]):
         if found is None:
             return None
         self._removed += 1
-        self._sweep()
+        if len(self._deadlines) > 2 * len(self._entries) + _SWEEP_FLOOR:
+            self._sweep()
         return found[1]
 
     def expire(self, now_ns: int) -> list[tuple[int, EntryT]]:
@@ -122,6 +124,5 @@ class PendingTable(Generic[EntryT]):
         assert self._added == len(self._entries) + self._resolved + self._expired + self._removed
 
     def _sweep(self) -> None:
-        if len(self._deadlines) > 2 * len(self._entries) + _SWEEP_FLOOR:
-            self._deadlines = [(deadline_ns, call_id) for call_id, (deadline_ns, _) in self._entries.items()]
-            heapq.heapify(self._deadlines)
+        self._deadlines = [(deadline_ns, call_id) for call_id, (deadline_ns, _) in self._entries.items()]
+        heapq.heapify(self._deadlines)

@@ -12,10 +12,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kv_bus.carrier import Carrier, ReplyOutcome
+import msgspec
+
+from kv_bus.carrier import Carrier, Frame, ReplyOutcome
 from kv_bus.control import CONTROL, Cancel, Hello, HelloReply, header_of
 from kv_bus.errors import (
     AlreadyAnswered,
+    AuthRefused,
     ClosedWithOpenRequests,
     Draining,
     HandlerFailed,
@@ -54,43 +57,23 @@ from kv_core.wire import (
 _log = logging.getLogger(__name__)
 
 
-class Incoming:
+class Incoming(msgspec.Struct, eq=False):
     """A message that arrived: what a handler gets as its `Request`."""
 
-    __slots__ = (
-        "_abandoned",
-        "_serving",
-        "answered",
-        "call_id",
-        "callbacks",
-        "deadline_ns",
-        "incarnation",
-        "job",
-        "line",
-        "message",
-        "open_id",
-        "route",
-        "sender",
-        "stamp",
-    )
-
-    def __init__(
-        self, serving: "Serving", line: Peer, route: bytes, envelope: Envelope, stamp: Stamp, deadline_ns: int
-    ) -> None:
-        self._serving = serving
-        self._abandoned = False
-        self.line = line
-        self.route = route
-        self.message = envelope.body
-        self.sender = line.node_id
-        self.incarnation = envelope.sender_incarnation
-        self.call_id = envelope.correlation_id
-        self.stamp = stamp
-        self.deadline_ns = deadline_ns
-        self.answered = False
-        self.open_id = 0
-        self.job: asyncio.Task[None] | None = None
-        self.callbacks: list[Callable[[], None]] | None = None
+    serving: "Serving"
+    line: Peer
+    route: bytes
+    message: Message
+    sender: NodeId
+    incarnation: Incarnation
+    call_id: int
+    stamp: Stamp
+    deadline_ns: int
+    answered: bool = False
+    abandoned: bool = False
+    open_id: int = 0
+    job: asyncio.Task[None] | None = None
+    callbacks: list[Callable[[], None]] | None = None
 
     @property
     def wants_reply(self) -> bool:
@@ -98,16 +81,16 @@ class Incoming:
 
     @property
     def done(self) -> bool:
-        return self.answered or self._abandoned
+        return self.answered or self.abandoned
 
     def reply(self, message: Message) -> None:
-        self._serving.answer(self, message)
+        self.serving.answer(self, message)
 
     def fail(self, error: KVError) -> None:
-        self._serving.answer(self, ErrorReply.of(error))
+        self.serving.answer(self, ErrorReply.of(error))
 
     def on_abandoned(self, callback: Callable[[], None]) -> None:
-        if self._abandoned:
+        if self.abandoned:
             asyncio.get_running_loop().call_soon(callback)
         elif self.callbacks is None:
             self.callbacks = [callback]
@@ -116,7 +99,7 @@ class Incoming:
 
     def abandon(self) -> list[Callable[[], None]]:
         """Nobody waits any more; the callbacks to be told."""
-        self._abandoned = True
+        self.abandoned = True
         callbacks, self.callbacks = self.callbacks or [], None
         return [] if self.answered else callbacks
 
@@ -151,7 +134,7 @@ class Serving:
             raise HandlerTaken(message=message_type.__name__)
         self._handlers[message_type] = handler
 
-    def request_arrived(self, owner: NodeId, route: bytes, data: bytes) -> None:
+    def request_arrived(self, owner: NodeId, route: bytes, data: Frame) -> None:
         """A frame came from a connection made with the key of `owner`."""
         local, counters = self._local, self._local.counters
         counters.bytes_received += len(data)
@@ -181,7 +164,11 @@ class Serving:
             return
         now_ns = local.monotonic_ns()
         wait_ns = envelope.deadline_ns or DEFAULT_REQUEST_TIMEOUT_NS
-        request = Incoming(self, line, route, envelope, stamp, now_ns + min(wait_ns, MAX_REQUEST_TIMEOUT_NS))
+        if wait_ns > MAX_REQUEST_TIMEOUT_NS:
+            wait_ns = MAX_REQUEST_TIMEOUT_NS
+        request = Incoming(
+            self, line, route, body, owner, envelope.sender_incarnation, call_id, stamp, now_ns + wait_ns
+        )
         if call_id == 0:
             counters.notes_received += 1
         else:
@@ -189,6 +176,18 @@ class Serving:
             if not self._may_begin(line, request):
                 return
         self._run(handler, request)
+
+    def stranger_arrived(self, route: bytes, data: Frame) -> None:
+        """A frame came from somebody who is no longer admitted. He is told so, and nothing else happens."""
+        self._local.counters.refuse("key_revoked")
+        try:
+            envelope = decode(data, self._local.registry)
+        except WireError:
+            return
+        if envelope.correlation_id:
+            cause = "its key is no longer in the allow-list"
+            error = AuthRefused(node=self._local.node_id, cause=cause)
+            self._send_error(route, envelope.sender_incarnation, envelope.correlation_id, error)
 
     def answer(self, request: Incoming, message: Message) -> None:
         """Send the one answer to `request`."""
@@ -456,7 +455,7 @@ class Serving:
                 self._local.counters.refuse("no_handler")
                 self._refuse(route, envelope, NoHandler(node=self._local.node_id, message=type(body).__name__))
 
-    def _refused_frame(self, owner: NodeId, route: bytes, data: bytes, error: WireError) -> None:
+    def _refused_frame(self, owner: NodeId, route: bytes, data: Frame, error: WireError) -> None:
         """Bytes that are no message of ours. Only a known form with an unusable body can be answered."""
         self._local.counters.refuse(type(error).__name__)
         _log.debug("frame refused owner=%s cause=%s", owner, error)

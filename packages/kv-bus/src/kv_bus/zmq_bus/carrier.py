@@ -1,12 +1,14 @@
 """ZeroMQ as a carrier: one ROUTER for requests, one PUB for events, a DEALER and a SUB per peer that is used.
 
-Frames are single: what comes in several parts is refused. Routing ids are libzmq's own, new for every connection, so
-that no peer can take another's name, and a reply to a connection that broke reaches nobody.
+A ZeroMQ message is one packet (`packets`); what comes in several parts is refused. Routing ids are libzmq's own, new
+for every connection, so that no peer can take another's name, and a reply to a connection that broke reaches nobody.
 """
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass
+from typing import Final
 
 import zmq
 
@@ -14,8 +16,17 @@ from kv_bus.carrier import CarrierStats, EventSink, LinkSink, ReplyOutcome, Requ
 from kv_bus.errors import BindFailed, KeyFileError
 from kv_bus.interface import PeerAddress
 from kv_bus.keys import AllowList, AllowListSource, KeyPair
-from kv_bus.limits import ALLOW_LIST_POLL_NS, BIND_RETRY_NS, CLOSE_LINGER_MS, MS, REPLY_RETRY_NS
+from kv_bus.limits import (
+    ALLOW_LIST_POLL_NS,
+    BIND_RETRY_NS,
+    CLOSE_FLUSH_MS,
+    CLOSE_LINGER_MS,
+    COPY_BYTES_MAX,
+    MS,
+    REPLY_RETRY_NS,
+)
 from kv_bus.zmq_bus.monitor import ConnectionEvent, Monitor
+from kv_bus.zmq_bus.packets import Packet, PacketError, split
 from kv_bus.zmq_bus.pump import Pump
 from kv_bus.zmq_bus.sockets import new_context, parse_address, require_libzmq, server_socket
 from kv_bus.zmq_bus.wires import DealerWire, Dialer, SubWire
@@ -24,6 +35,10 @@ from kv_core.clock import Clock
 from kv_core.ids import Incarnation, NodeId
 
 _log = logging.getLogger(__name__)
+
+# As ints: operators of an `IntFlag` cost more than the call they are for.
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE_NOBLOCK: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,15 @@ class ZmqCarrier:
         self._poll: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._skipping = False
+        # Frames of the packet in hand, whose they are and where they came from.
+        self._frames: deque[bytes | memoryview] = deque()
+        self._frame_owner = config.node_id
+        self._frame_route = b""
+        self._replies: dict[bytes, Packet] = {}
+        self._busy: dict[bytes, None] = {}
+        self._events = Packet()
+        self._flush_due = False
+        self._replies_dropped = 0
         self._turns_cut = 0
         self._refused: dict[str, int] = {}
 
@@ -105,8 +129,10 @@ class ZmqCarrier:
         except BaseException:
             await self.close()
             raise
-        self._router_pump = Pump(self._router, self._read_request, self._monotonic_ns, self._failed)
-        self._dialer = Dialer(context, keys, self._key_for, self._monotonic_ns, loop.call_soon, self._failed)
+        self._router_pump = Pump(self._router, self._read_requests, self._monotonic_ns, self._failed)
+        self._dialer = Dialer(
+            context, keys, self._key_for, self._monotonic_ns, loop.call_soon, self._failed, self._count
+        )
         self._poll = loop.call_later(ALLOW_LIST_POLL_NS / 1e9, self._poll_keys)
 
     def stop_receiving(self) -> None:
@@ -126,17 +152,23 @@ class ZmqCarrier:
         if self._rebinding is not None:
             self._rebinding.cancel()
             await asyncio.gather(self._rebinding, return_exceptions=True)
+        self._busy.clear()
+        self._flush()
         for wire in list(self._dialer.wires) if self._dialer is not None else []:
             wire.close(CLOSE_LINGER_MS)
         for monitor in (self._router_monitor, self._publisher_monitor):
             if monitor is not None:
                 monitor.close()
         self._router_monitor = self._publisher_monitor = None
-        for socket in (self._router, self._publisher):
-            if socket is not None:
-                socket.close(CLOSE_LINGER_MS)
+        servers = [socket for socket in (self._router, self._publisher) if socket is not None]
         self._router = self._publisher = None
+        for socket in servers:
+            socket.close(CLOSE_LINGER_MS)
         if self._zap is not None:
+            if servers:
+                # A connection of libzmq's goes down with its ZAP handler, so that one stays while the last frames
+                # leave. Nothing tells when they have.
+                await asyncio.sleep(CLOSE_FLUSH_MS / 1e3)
             self._zap.close()
         context, self._context = self._context, None
         if context is not None:
@@ -163,30 +195,34 @@ class ZmqCarrier:
         return SubWire(self._dialer, peer, sink)
 
     def reply(self, route: bytes, data: bytes) -> ReplyOutcome:
-        """See `Carrier.reply`."""
-        router = self._router
-        if router is None:
+        """See `Carrier.reply`. The frame leaves at the end of this turn of the loop, with what else goes there."""
+        if self._router is None:
             return ReplyOutcome.GONE
-        try:
-            router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            if self._retry is None and self._sink is not None:
-                # A ROUTER says of no single peer that it takes messages again.
-                self._retry = asyncio.get_running_loop().call_later(REPLY_RETRY_NS / 1e9, self._retry_replies)
+        packet = self._replies.get(route)
+        if packet is None:
+            packet = self._replies[route] = Packet()
+        elif route in self._busy:
             return ReplyOutcome.BUSY
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return ReplyOutcome.GONE
-        router.send(data, zmq.NOBLOCK)
-        if self._router_pump is not None:
-            self._router_pump.poke()
+        elif not packet.takes(data):
+            self._flush_route(route, packet)
+            if route in self._busy:
+                return ReplyOutcome.BUSY
+        packet.add(data)
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
         return ReplyOutcome.SENT
 
     def publish(self, data: bytes) -> None:
         """See `Carrier.publish`."""
-        if self._publisher is not None:
-            self._publisher.send(data, zmq.NOBLOCK)
+        if self._publisher is None:
+            return
+        if not self._events.takes(data):
+            self._flush_events()
+        self._events.add(data)
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def stats(self) -> CarrierStats:
         pump, zap, dialer = self._router_pump, self._zap, self._dialer
@@ -195,8 +231,46 @@ class ZmqCarrier:
             turns_cut=cut + (dialer.turns_cut() if dialer is not None else 0),
             auth_admitted=zap.admitted if zap is not None else 0,
             auth_refused=zap.denied if zap is not None else 0,
+            replies_dropped=self._replies_dropped,
             refused=dict(self._refused),
         )
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        self._flush_events()
+        for route in list(self._replies):
+            if route not in self._busy:
+                self._flush_route(route, self._replies[route])
+                if route not in self._busy:
+                    del self._replies[route]
+
+    def _flush_events(self) -> None:
+        if self._events.count and self._publisher is not None:
+            self._publisher.send(self._events.join(), _NOBLOCK)
+        self._events.clear()
+
+    def _flush_route(self, route: bytes, packet: Packet) -> None:
+        router = self._router
+        if router is None or not packet.count:
+            return
+        try:
+            router.send(route, _MORE_NOBLOCK)
+        except zmq.Again:
+            # The packet stays; a ROUTER says of no single peer that it takes messages again.
+            self._busy[route] = None
+            if self._retry is None:
+                self._retry = asyncio.get_running_loop().call_later(REPLY_RETRY_NS / 1e9, self._retry_replies)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # The caller's connection broke, and it knows.
+            self._replies_dropped += packet.count
+        else:
+            router.send(packet.join(), _NOBLOCK)
+            if self._router_pump is not None:
+                self._router_pump.poke()
+        packet.clear()
 
     async def _bound(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], Monitor]:
         """A server socket, bound; our previous life may still be letting go of the port."""
@@ -222,16 +296,27 @@ class ZmqCarrier:
                 socket.close(0)
                 raise
 
-    def _read_request(self) -> bool:
-        router, sink = self._router, self._sink
-        assert router is not None and sink is not None
+    def _read_requests(self, limit: int) -> int:
+        assert self._sink is not None
+        frames, arrived = self._frames, self._sink.request_arrived
+        for done in range(limit):
+            if not frames and not self._read_packet():
+                return done
+            if frames:
+                arrived(self._frame_owner, self._frame_route, frames.popleft())
+        return limit
+
+    def _read_packet(self) -> bool:
+        """Take the next ZeroMQ message apart; False when there is none."""
+        router = self._router
+        assert router is not None
         try:
             if self._skipping:
-                self._skipping = bool(router.recv(zmq.NOBLOCK, copy=False).more)
+                self._skipping = bool(router.recv(_NOBLOCK, copy=False).more)
                 return True
-            route = router.recv(zmq.NOBLOCK)
+            route = router.recv(_NOBLOCK)
             # Not copied, because only a frame of libzmq's knows the user id of its connection.
-            frame = router.recv(zmq.NOBLOCK, copy=False)
+            frame = router.recv(_NOBLOCK, copy=False)
         except zmq.Again:
             return False
         if frame.more:
@@ -239,11 +324,21 @@ class ZmqCarrier:
             self._count("several_parts")
             return True
         owner = self._owners.get(str(frame.get("User-Id")))
+        data = frame.bytes if len(frame) <= COPY_BYTES_MAX else frame.buffer
+        try:
+            frames = split(data)
+        except PacketError as error:
+            self._count("bad_packet")
+            _log.debug("packet refused owner=%s cause=%s", owner, error)
+            return True
         if owner is None:
             # Its key has left the list since the connection was made.
-            self._count("key_revoked")
+            assert self._sink is not None
+            for stranger in frames:
+                self._sink.stranger_arrived(route, stranger)
             return True
-        sink.request_arrived(owner, route, frame.bytes)
+        self._frames.extend(frames)
+        self._frame_owner, self._frame_route = owner, route
         return True
 
     def _server_event(self, event: ConnectionEvent, value: int) -> None:
@@ -252,6 +347,8 @@ class ZmqCarrier:
 
     def _retry_replies(self) -> None:
         self._retry = None
+        self._busy.clear()
+        self._flush()
         if self._sink is not None:
             self._sink.replies_writable()
 
@@ -282,6 +379,7 @@ class ZmqCarrier:
             self._rebinding = asyncio.get_running_loop().create_task(self._rebind_publisher())
 
     async def _rebind_publisher(self) -> None:
+        self._flush_events()
         old, self._publisher = self._publisher, None
         if old is None:
             self._rebinding = None

@@ -61,13 +61,20 @@ class Monitor:
         self._socket = context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(name)
-        self._pump = Pump(self._socket, self._read_one, monotonic_ns, failed)
+        self._pump = Pump(self._socket, self._read_some, monotonic_ns, failed)
 
     def close(self) -> None:
         """Stop watching; before the watched socket is closed."""
         self._pump.stop()
         self._watched.disable_monitor()
         self._socket.close(0)
+
+    def _read_some(self, limit: int) -> int:
+        for done in range(limit):
+            # What an event leads to may close us.
+            if self._socket.closed or not self._read_one():
+                return done
+        return limit
 
     def _read_one(self) -> bool:
         try:

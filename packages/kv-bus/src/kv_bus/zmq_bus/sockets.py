@@ -29,7 +29,7 @@ from kv_bus.limits import (
     RECONNECT_MAX_MS,
     SOCKET_HWM,
 )
-from kv_core.limits import MAX_MESSAGE_BYTES
+from kv_bus.zmq_bus.packets import MAX_PACKET_BYTES
 
 _ADDRESS: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\[\]:/]+):([0-9]{1,5})")
 
@@ -126,7 +126,7 @@ def _bounded(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: TcpAdd
     socket = context.socket(kind)
     is_events = kind in (zmq.PUB, zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _CURVE_OVERHEAD)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES + _CURVE_OVERHEAD)
     socket.setsockopt(zmq.SNDHWM, EVENT_HWM if is_events else SOCKET_HWM)
     socket.setsockopt(zmq.RCVHWM, EVENT_HWM if is_events else RECEIVE_HWM)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)

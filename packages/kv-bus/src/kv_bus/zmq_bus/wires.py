@@ -4,6 +4,7 @@ A socket per peer keeps a silent one from holding up the rest, and makes it cert
 the key that the socket pins.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -12,13 +13,17 @@ import zmq
 from kv_bus.carrier import EventSink, LinkSink
 from kv_bus.interface import PeerAddress
 from kv_bus.keys import KeyPair
-from kv_bus.limits import RECEIVE_HWM
+from kv_bus.limits import PACKET_MESSAGES_MAX, RECEIVE_HWM
 from kv_bus.zmq_bus.monitor import ConnectionEvent, Monitor
+from kv_bus.zmq_bus.packets import Packet, PacketError, split
 from kv_bus.zmq_bus.pump import Pump
 from kv_bus.zmq_bus.sockets import client_socket, parse_address
 
 _HANDSHAKES_MAX: Final = 3
 """A peer that breaks off this many handshakes in a row does not have the key we expect; one may just be stopping."""
+
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+"""As an int: operators of an `IntFlag` cost more than the call they are for."""
 
 _NO_KEY: Final = "its key is not in the allow-list"
 
@@ -26,7 +31,7 @@ _NO_KEY: Final = "its key is not in the allow-list"
 class Dialer:
     """What every outgoing connection of one node needs."""
 
-    __slots__ = ("_cut", "call_soon", "context", "failed", "key_of", "keys", "monotonic_ns", "wires")
+    __slots__ = ("_cut", "call_soon", "context", "count", "failed", "key_of", "keys", "monotonic_ns", "wires")
 
     def __init__(
         self,
@@ -36,8 +41,10 @@ class Dialer:
         monotonic_ns: Callable[[], int],
         call_soon: Callable[[Callable[[], None]], object],
         failed: Callable[[BaseException], None],
+        count: Callable[[str], None],
     ) -> None:
         self.context = context
+        self.count = count
         self.keys = keys
         self.key_of = key_of
         self.monotonic_ns = monotonic_ns
@@ -61,7 +68,10 @@ class ClientWire:
 
     kind = zmq.DEALER
 
-    def __init__(self, dialer: Dialer, node_id: str, address: str) -> None:
+    def __init__(
+        self, dialer: Dialer, node_id: str, address: str, arrived: Callable[[bytes | memoryview], None]
+    ) -> None:
+        self._arrived = arrived
         self._dialer = dialer
         self.node_id = node_id
         self._address = address
@@ -70,6 +80,7 @@ class ClientWire:
         self._monitor: Monitor | None = None
         self._handshakes_failed = 0
         self._closed = False
+        self._frames: deque[bytes | memoryview] = deque()
         self.public_key = ""
         self._past_cuts = 0
         dialer.wires[self] = None
@@ -106,7 +117,7 @@ class ClientWire:
         socket = client_socket(dialer.context, self.kind, dialer.keys, self.public_key, address)
         self._socket = socket
         self._monitor = Monitor(dialer.context, socket, self._happened, dialer.monotonic_ns, dialer.failed)
-        self._pump = Pump(socket, self._read_one, dialer.monotonic_ns, dialer.failed)
+        self._pump = Pump(socket, self._read_some, dialer.monotonic_ns, dialer.failed)
         socket.connect(self._address)
 
     def _tear_down(self, linger_ms: int = 0) -> None:
@@ -117,6 +128,7 @@ class ClientWire:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
+        self._frames.clear()
         if self._socket is not None:
             self._socket.close(linger_ms)
             self._socket = None
@@ -150,20 +162,31 @@ class ClientWire:
     def _read_rest(self) -> None:
         """What arrived before the connection closed still counts."""
         for _ in range(RECEIVE_HWM):
-            if self._socket is None or not self._read_one():
+            if self._socket is None or not self._read_some(PACKET_MESSAGES_MAX):
                 return
 
-    def _read_one(self) -> bool:
-        assert self._socket is not None
+    def _read_some(self, limit: int) -> int:
+        frames, arrived = self._frames, self._arrived
+        for done in range(limit):
+            if not frames and not self._read_packet():
+                return done
+            if frames:
+                arrived(frames.popleft())
+        return limit
+
+    def _read_packet(self) -> bool:
+        """Take the next ZeroMQ message apart; False when there is none."""
+        if self._socket is None:
+            return False
         try:
-            data = self._socket.recv(zmq.NOBLOCK)
+            packet = self._socket.recv(_NOBLOCK)
         except zmq.Again:
             return False
-        self._arrived(data)
+        try:
+            self._frames.extend(split(packet))
+        except PacketError:
+            self._dialer.count("bad_packet")
         return True
-
-    def _arrived(self, data: bytes) -> None:
-        raise NotImplementedError
 
     def _connected(self) -> None:
         raise NotImplementedError
@@ -182,29 +205,68 @@ class DealerWire(ClientWire):
 
     def __init__(self, dialer: Dialer, peer: PeerAddress, sink: LinkSink) -> None:
         self._sink = sink
-        super().__init__(dialer, peer.node_id, peer.requests)
+        self._packet = Packet()
+        self._flush_due = False
+        self._blocked = False
+        super().__init__(dialer, peer.node_id, peer.requests, sink.reply_arrived)
 
     def send(self, data: bytes) -> bool:
-        """See `Wire.send`."""
-        socket, pump = self._socket, self._pump
-        if socket is None or pump is None:
+        """See `Wire.send`. The frame leaves at the end of this turn of the loop, with what else was sent in it."""
+        packet = self._packet
+        if self._blocked or self._socket is None:
             return False
-        try:
-            socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            pump.writable = self._sink.writable
-            pump.poke()
-            return False
-        pump.poke()
+        if not packet.takes(data):
+            self._flush()
+            if self._blocked:
+                return False
+        packet.add(data)
+        if not self._flush_due:
+            self._flush_due = True
+            self._dialer.call_soon(self._flush_now)
         return True
 
-    def _arrived(self, data: bytes) -> None:
-        self._sink.reply_arrived(data)
+    def close(self, linger_ms: int = 0) -> None:
+        self._flush()
+        super().close(linger_ms)
+
+    def _flush_now(self) -> None:
+        self._flush_due = False
+        self._flush()
+
+    def _flush(self) -> None:
+        socket, pump, packet = self._socket, self._pump, self._packet
+        if socket is None or pump is None or not packet.count:
+            return
+        try:
+            socket.send(packet.join(), _NOBLOCK)
+        except zmq.Again:
+            # The packet stays; nothing overtakes it.
+            self._blocked = True
+            pump.writable = self._writable
+        else:
+            packet.clear()
+            self._blocked = False
+        pump.poke()
+
+    def _writable(self) -> None:
+        self._flush()
+        if not self._blocked:
+            self._sink.writable()
+
+    def _tear_down(self, linger_ms: int = 0) -> None:
+        self._forget_packet()
+        super()._tear_down(linger_ms)
+
+    def _forget_packet(self) -> None:
+        """What was handed over and has not left goes down with the connection; the link is told that it broke."""
+        self._packet.clear()
+        self._blocked = False
 
     def _connected(self) -> None:
         self._sink.connected()
 
     def _lost(self, cause: str) -> None:
+        self._forget_packet()
         self._sink.lost(cause)
 
     def _refused(self, cause: str) -> None:
@@ -218,10 +280,7 @@ class SubWire(ClientWire):
 
     def __init__(self, dialer: Dialer, peer: PeerAddress, sink: EventSink) -> None:
         self._sink = sink
-        super().__init__(dialer, peer.node_id, peer.events)
-
-    def _arrived(self, data: bytes) -> None:
-        self._sink.event_arrived(data)
+        super().__init__(dialer, peer.node_id, peer.events, sink.event_arrived)
 
     def _connected(self) -> None:
         """Nothing to do: what was missed shows in the numbers of the events."""

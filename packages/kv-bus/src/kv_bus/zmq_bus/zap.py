@@ -51,11 +51,17 @@ class ZapHandler:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
-        self._pump = Pump(self._socket, self._read_one, monotonic_ns, failed)
+        self._pump = Pump(self._socket, self._read_some, monotonic_ns, failed)
 
     def close(self) -> None:
         self._pump.stop()
         self._socket.close(0)
+
+    def _read_some(self, limit: int) -> int:
+        for done in range(limit):
+            if not self._read_one():
+                return done
+        return limit
 
     def _read_one(self) -> bool:
         try:
