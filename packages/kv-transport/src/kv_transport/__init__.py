@@ -7,6 +7,15 @@ from kv_transport.engine import KVCacheTransferEngine
 from kv_transport.futures import TransferFuture
 from kv_transport.handover import Handover
 from kv_transport.inbound import Inbound, LayerArrival
+from kv_transport.recovery import (
+    FallbackToTcp,
+    FullPrefillFallback,
+    RecoveryAction,
+    RetryOnAlternateNode,
+    RetryWithBackoff,
+    TransferTask,
+    diagnose_transfer_failure,
+)
 from kv_transport.regions import Inventory, InventoryItem, MemoryRegion, Notif, SharedBuffer, XferDesc
 from kv_transport.stats import AgentStats, PeerStats
 from kv_transport.tickets import AgentMetadata, KVForm, ReadGrant, RegionInfo, WriteGrant
@@ -18,6 +27,8 @@ __all__ = [
     "AgentMetadata",
     "AgentStats",
     "Arena",
+    "FallbackToTcp",
+    "FullPrefillFallback",
     "Handover",
     "Inbound",
     "Inventory",
@@ -30,12 +41,16 @@ __all__ = [
     "PeerName",
     "PeerStats",
     "ReadGrant",
+    "RecoveryAction",
     "RegionInfo",
+    "RetryOnAlternateNode",
+    "RetryWithBackoff",
     "SharedBuffer",
     "TransferAgent",
     "TransferFuture",
     "TransferPriority",
     "TransferStats",
+    "TransferTask",
     "TransportConfig",
     "WriteGrant",
     "Xfer",
@@ -43,4 +58,5 @@ __all__ = [
     "XferDlist",
     "XferOp",
     "XferState",
+    "diagnose_transfer_failure",
 ]
