@@ -39,7 +39,7 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy packages/*/src services/src tests docs $(if $(wildcard bench/*.py),bench) $(wildcard packages/*/examples/*.py)
-	@$(BIN)/lint-imports --no-logo pyproject.toml
+	@$(BIN)/lint-imports --no-cache --no-logo pyproject.toml
 	@$(BIN)/python -m tests.docs_links
 
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")

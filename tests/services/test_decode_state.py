@@ -12,6 +12,7 @@ from kv_core.ids import NodeId, RegionId, RequestId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_services.engine.interface import Parked
+from kv_services.errors import EpochFencedError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
 from kv_services.messages import OutputToken, Sampling
 from kv_services.node.decode_events import (
     CloseInbound,
@@ -42,7 +43,6 @@ from kv_services.node.decode_events import (
     TimePassed,
 )
 from kv_services.node.decode_state import DecodeMachine
-from kv_services.errors import EpochFencedError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
 
 NS = Namespace("m", "w", block_size=4)
 G = NodeId("g")

@@ -184,7 +184,8 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
 
 
 class HandoverDone(Message, frozen=True, tag="handover_done"):
-    """Prefill to decode node: all was sent; the entry's XXH3 over the block CRCs in order must come out as this."""
+    """Prefill to decode node: all was sent; the XXH3 over the CRCs of all blocks that were
+    handed over, in order, must come out as this."""
 
     request_id: Name
     epoch: Epoch

@@ -236,6 +236,7 @@ async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
     running = loop.create_task(supervisor.run())
     await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
     base.draining = True
+    base.cluster.state = "draining"
     waiting.cancel()
     report = await supervisor.stop()
     await asyncio.gather(waiting, return_exceptions=True)

@@ -14,8 +14,8 @@ from typing import Final
 
 from kv_core.ids import NodeId
 from kv_services.config import HealthSection
-from kv_transport import RecoveryAction, TransferTask
-from kv_transport import diagnose_transfer_failure as _diagnose
+from kv_transport.recovery import RecoveryAction, TransferTask
+from kv_transport.recovery import diagnose_transfer_failure as _diagnose
 
 MIN_EVENTS: Final = 20
 MIN_TOKENS: Final = 2_000

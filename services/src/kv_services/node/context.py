@@ -64,7 +64,10 @@ class NodeContext:
                 self.arena.raise_generation(ref.slot, ref.generation)
 
     def entry_checksum(self, slots: Sequence[int]) -> int:
-        """XXH3 over the CRC-64 of every (block, layer), blocks in order; each CRC as 8 bytes, little-endian."""
+        """XXH3 over the CRC-64 of every (block, layer), blocks in order; each CRC as 8 bytes, little-endian.
+
+        A registered entry's is taken over its full blocks, a hand-over's over everything that was handed over.
+        """
         # checks is [layer][slot]; an entry is read block by block.
         return xxh3_64(self.arena.checks[:, list(slots)].T.tobytes())
 

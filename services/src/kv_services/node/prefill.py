@@ -248,9 +248,11 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         """Have the decode node compare the checksum over all block CRCs with ours (C4)."""
         job = self.machine.job(*key)
         assert job is not None, key
-        checksum = self._ctx.entry_checksum([ref.slot for ref in sending.refs[sending.first_block :]])
+        slots = [ref.slot for ref in sending.refs]
+        checksum = self._ctx.entry_checksum(slots[sending.first_block :])
         replica = self._ctx.replica
-        replica.register_length(key[0], sending.owner, job.num_needed, checksum, job.namespace)
+        entry = self._ctx.entry_checksum(slots[: job.num_needed // self._ctx.block_size])
+        replica.register_length(key[0], sending.owner, job.num_needed, entry, job.namespace)
         token = replica.token(key[0])
         done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token)
         await self._ctx.bus.request(effect.decode_node, done, expect=HandoverAccepted, deadline_ns=sending.deadline_ns)

@@ -1,0 +1,88 @@
+"""The small parts of the services that decide: fences, pull costs, placement by load, life files."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.hashing import BlockHash
+from kv_core.ids import Incarnation, NodeId, RequestId
+from kv_core.testing import ManualClock
+from kv_prefix.prefix_index import Holder, HolderMatch
+from kv_services.life import LifeFile, LifeFileError
+from kv_services.node.fence import EpochFence
+from kv_services.node.prefill_events import PullPlan
+from kv_services.node.pull_cost import PullCost, plan_pull
+
+R = RequestId("r")
+A, B = NodeId("a"), NodeId("b")
+HASHES = [BlockHash(bytes([i]) * 16, i) for i in range(8)]
+
+
+def holder(node: NodeId, num_blocks: int) -> HolderMatch:
+    return HolderMatch(Holder(node, Incarnation(1)), num_blocks, (0, num_blocks, 0, 0))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=40))
+def test_a_fence_refuses_what_ended_and_nothing_else(ends: list[tuple[str, int]]) -> None:
+    fence, highest = EpochFence(), dict.fromkeys("abc", 0)
+    for name, epoch in ends:
+        fence.end(RequestId(name), epoch)
+        highest[name] = max(highest[name], epoch)
+        for other, limit in highest.items():
+            assert [fence.refuses(RequestId(other), e) for e in range(1, 11)] == [e <= limit for e in range(1, 11)]
+
+
+def test_the_oldest_fences_are_forgotten_first() -> None:
+    fence = EpochFence(fences_max=2)
+    for name in ("a", "b", "a", "c"):
+        fence.end(RequestId(name), 1)
+    assert [fence.known(RequestId(name)) for name in "abc"] == [1, 0, 1]
+
+
+def test_the_deepest_usable_holder_is_asked_for_what_is_missing() -> None:
+    cost = PullCost(block_nbytes=1_000, block_size=16)
+    holders = [holder(A, 8), holder(B, 5)]
+    assert plan_pull(holders, [A, B], HASHES, 2, cost) == PullPlan(A, 2, 6)
+    assert plan_pull(holders, [B], HASHES, 2, cost) == PullPlan(B, 2, 3)
+    assert plan_pull(holders, [], HASHES, 2, cost) is None
+    assert plan_pull(holders, [A], HASHES[:4], 2, cost) == PullPlan(A, 2, 2)
+    assert plan_pull([holder(B, 2)], [B], HASHES, 2, cost) is None
+
+
+def test_a_fetch_that_costs_more_than_computing_is_not_made() -> None:
+    cost = PullCost(block_nbytes=1_000_000, block_size=16)
+    assert cost.worth_it(4)
+    for _ in range(40):
+        cost.fetched(1_000_000, 400_000_000)
+        cost.computed(1_000, 10_000_000)
+    assert not cost.worth_it(4)
+    assert cost.explain(4).startswith("compute: 4 blocks take 1605.0 ms to fetch")
+    assert plan_pull([holder(A, 8)], [A], HASHES, 0, cost) is None
+
+
+def test_each_life_has_a_higher_incarnation_whatever_the_wall_says(tmp_path: Path) -> None:
+    clock = ManualClock(wall_ns=5_000_000_000)
+    seen = []
+    for step_ns in (0, -4_000_000_000, 3_000_000_000):
+        clock.step_wall(step_ns)
+        seen.append(LifeFile(tmp_path, "n").begin(clock).incarnation)
+    assert seen == sorted(set(seen))
+    other = LifeFile(tmp_path, "other").begin(clock).incarnation
+    assert other == clock.wall_ns() // 1_000_000_000
+
+
+def test_the_clock_bound_survives_and_never_falls(tmp_path: Path) -> None:
+    clock = ManualClock(wall_ns=1)
+    life = LifeFile(tmp_path, "n")
+    life.begin(clock)
+    life.keep_clock_bound(50)
+    life.keep_clock_bound(20)
+    assert LifeFile(tmp_path, "n").begin(clock).clock_bound_ns == 50
+
+
+def test_a_damaged_life_file_says_which_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "n.life.json").write_text("{")
+    with pytest.raises(LifeFileError, match=r"n\.life\.json: damaged .* remove it"):
+        LifeFile(tmp_path, "n").begin(ManualClock())
