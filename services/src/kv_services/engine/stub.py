@@ -103,7 +103,7 @@ class StubModel:
 
     def decode(self, kv: PagedKV, batch: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See `Model.decode`."""
-        steps = open_steps(self._info, kv, batch, lambda token: _to_hidden(np.uint64(token)))
+        steps = open_steps(self._info, kv, batch, _first_hidden)
         width = _words_per_token(kv.geometry)
         for layer in range(self._info.geometry.num_layers):
             moving = [step for step in steps if step.enters(layer)]
@@ -114,7 +114,7 @@ class StubModel:
         for step in steps:
             if step.layer == self._info.geometry.num_layers:
                 step.logits = np.zeros(self._info.vocab_size, dtype=np.float32)
-                step.logits[_choice(_from_hidden(step.hidden))] = _CERTAIN
+                step.logits[_choice(int(_from_hidden(step.hidden)))] = _CERTAIN
         return [step.output() for step in steps]
 
     def _decode_layer(self, view: StoredArray, layer: int, step: Step, width: int) -> None:
@@ -124,13 +124,24 @@ class StubModel:
         read = _read_words(view, step.slots, step.position + 1)
         step.hidden, step.layer = _to_hidden(_fold(_from_hidden(step.hidden), read, layer)), layer + 1
 
-    def expected_token(self, tokens: Sequence[int], geometry: BlockGeometry) -> int:
-        """The token that follows `tokens` when no byte is wrong, from the definition and no arena."""
+    def digest(self, kv: PagedKV, token: int, position: int, block_table: BlockTable) -> int:
+        """64 bits of all KV that a decode step reads, own token included; the step's choice is made of them."""
+        steps = open_steps(self._info, kv, [DecodeInput(token, position, block_table)], _first_hidden)
+        for layer in range(self._info.geometry.num_layers):
+            self._decode_layer(kv.kv(layer), layer, steps[0], _words_per_token(kv.geometry))
+        return int(_from_hidden(steps[0].hidden))
+
+    def expected_digest(self, tokens: Sequence[int], geometry: BlockGeometry) -> int:
+        """What `digest` gives after `tokens` when no byte is wrong, from the definition and no arena."""
         states, width = _advance(_ROOT, np.asarray(tokens, dtype=np.intp)), _words_per_token(geometry)
         hidden = np.uint64(tokens[-1])
         for layer in range(self._info.geometry.num_layers):
             hidden = _fold(hidden, _token_words(states, layer, width), layer)
-        return _choice(hidden)
+        return int(hidden)
+
+    def expected_token(self, tokens: Sequence[int], geometry: BlockGeometry) -> int:
+        """The token that follows `tokens` when no byte is wrong."""
+        return _choice(self.expected_digest(tokens, geometry))
 
     def verify(self, kv: PagedKV, tokens: Sequence[int], block_table: BlockTable) -> None:
         """Compare a sequence's KV in the arena with what a prefill of these tokens writes.
@@ -196,8 +207,12 @@ def _fold(hidden: np.uint64, words: Words, layer: int) -> np.uint64:
     return np.uint64(_mix(np.array([total], dtype=np.uint64))[0])
 
 
-def _choice(hidden: np.uint64) -> int:
-    return 32 + int(hidden) % 95
+def _choice(digest: int) -> int:
+    return 32 + digest % 95
+
+
+def _first_hidden(token: int) -> FloatArray:
+    return _to_hidden(np.uint64(token))
 
 
 def _to_hidden(value: np.uint64) -> FloatArray:

@@ -63,14 +63,14 @@ def build_tokenizer_json(path: Path, text: TextMetadata) -> bytes:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=text.pre != "llama-bpe")
     cuts: pre_tokenizers.PreTokenizer
     match text.pre:
-        case "default" | "gpt-2":
+        case "gpt-2":
             cuts = level
         case "smollm":
             cuts = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
         case "llama-bpe":
             cuts = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3_CUTS), "isolated"), level])
         case other:
-            known = "default, gpt-2, smollm, llama-bpe"
+            known = "gpt-2, smollm, llama-bpe"
             raise UnsupportedModelError(path=str(path), detail=f"tokeniser cuts {other!r}; known are {known}")
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=text.pre == "llama-bpe"))

@@ -1,9 +1,10 @@
 """Weights unpacked to fp32 once per machine, and the folder they lie in.
 
 One folder per weights file and format: `weights.f32` (all matrices, each at a 64-byte border), `tokenizer.json`,
-`index.json` (where is what, and the digests of both). It is written under a temporary name and renamed, under a file
-lock, so that processes that start together unpack once. W1: what was opened has the digests its index states; a
-folder that does not (half written, another format, a bad disk) is built again. The lock ends with its holder.
+`index.json` (where is what, and the digests of both), `index.xxh3` (the index's own digest). It is written under a
+temporary name and renamed, under a file lock, so that processes that start together unpack once. W1: what was opened
+has the digests that were written with it; a folder that does not (half written, another format, a bad disk) is built
+again. The lock ends with its holder.
 """
 
 import fcntl
@@ -28,7 +29,7 @@ from kv_services.engine.interface import FloatArray
 
 FORMAT: Final = 1
 _ALIGNMENT: Final = 64
-_INDEX, _WEIGHTS, _TOKENIZER = "index.json", "weights.f32", "tokenizer.json"
+_WEIGHTS, _TOKENIZER, _INDEX, _INDEX_DIGEST = "weights.f32", "tokenizer.json", "index.json", "index.xxh3"
 
 
 class TextInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,17 +153,22 @@ def _build(work: Path, revision: str, source: UnpackSource) -> None:
         weights_xxh3=weights_xxh3,
         tokenizer_xxh3=xxh3_128(source.tokenizer_json).hex(),
     )
-    (work / _INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index)))
+    encoded = msgspec.json.format(msgspec.json.encode(index))
+    (work / _INDEX).write_bytes(encoded)
+    (work / _INDEX_DIGEST).write_text(xxh3_128(encoded).hex())
 
 
 def _open(folder: Path, revision: str) -> Unpacked | None:
     """The folder's content, or None when it is not whole."""
     try:
-        index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=Index)
+        encoded = (folder / _INDEX).read_bytes()
+        if (folder / _INDEX_DIGEST).read_text() != xxh3_128(encoded).hex():
+            return None
+        index = msgspec.json.decode(encoded, type=Index)
         tokenizer_json = (folder / _TOKENIZER).read_bytes()
         with open(folder / _WEIGHTS, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, msgspec.DecodeError, ValueError):
+    except (OSError, ValueError):  # of msgspec: its errors are ValueErrors; of mmap: an empty file
         return None
     whole = (
         index.format == FORMAT
@@ -173,11 +179,7 @@ def _open(folder: Path, revision: str) -> Unpacked | None:
     )
     if not whole:
         return None
-    try:
-        matrices = {name: _view(mapped, place) for name, place in index.tensors.items()}
-    except ValueError:  # a place outside the file
-        return None
-    return Unpacked(index, tokenizer_json, matrices)
+    return Unpacked(index, tokenizer_json, {name: _view(mapped, place) for name, place in index.tensors.items()})
 
 
 def _view(mapped: mmap.mmap, place: Place) -> FloatArray:
