@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kv_core import limits
+from kv_core.compatibility import Compatibility
 from kv_core.dtypes import parse_dtype
 from kv_core.namespace import Fidelity, Namespace
 from kv_core.wire import Message
@@ -102,12 +103,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Published by every process at a steady pace: alive, in this role, with this load."""
+    """Published by every process at a steady pace: alive, in this role, with this load, and what it must agree on with
+    the others to be one of them."""
 
     node_id: Name
     role: Name
     state: Name
     load: Load
+    compatibility: Compatibility | None = None
 
 
 class IntroduceAgent(Message, frozen=True, tag="introduce_agent"):

@@ -24,6 +24,7 @@ from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES
 from kv_consistency.replica import ReplicaConfig
 from kv_core.clock import Clock, SystemClock
+from kv_core.compatibility import Compatibility, ServedModel
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation
 from kv_core.wire import Registry
@@ -69,6 +70,11 @@ class Base:
     ready: bool = False
     draining: bool = field(default=False)
 
+    def serves(self, model_id: str, weights_revision: str) -> None:
+        """Say which model this process works with: peers must have the same weights and block size of it."""
+        served = ServedModel(model_id, weights_revision, self.config.model.block_size)
+        self.cluster.compatibility = Compatibility((served,))
+
     def unready(self) -> str:
         """Why this process cannot do its work now; empty if it can."""
         if self.draining:
@@ -91,8 +97,11 @@ class Base:
             running=load.running,
             waiting=load.waiting,
             transports=self.transports(),
-            members={m.node_id: m.liveness.value for m in self.cluster.view.members.values()},
-            alerts=alerts,
+            members={
+                m.node_id: "refused" if m.node_id in self.cluster.refused else m.liveness.value
+                for m in self.cluster.view.members.values()
+            },
+            alerts=[*alerts, *map(str, self.cluster.refused.values())],
             open=self.open_things(),
         )
 

@@ -31,7 +31,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         running: requests being worked on.
         waiting: requests that wait for slots or a turn.
         transports: the transport in use to each peer that KV moved to or from, by the peer's id.
-        members: what it thinks of the others: `alive`, `suspect`, `dead` or `left`, by their ids.
+        members: what it thinks of the others: `unseen`, `alive`, `suspect`, `dead` or `refused`, by their ids.
         alerts: thresholds that are crossed now, one sentence each.
         open: what it owns and has not given back yet (pins, leases, futures, sockets), by kind.
     """

@@ -51,6 +51,7 @@ def build(base: Base) -> list[ChildSpec]:
     """
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
+    base.serves(config.model.id, info.weights_revision)
     policy = config.routing.policy
     placer = Placer(make_placement_policy(policy), make_placement_policy(policy), config.model.block_size)
     completer = ClusterCompleter(

@@ -1,5 +1,8 @@
 """Keeps one process's view of its cluster: publishes its own heartbeats, hears those of the others, judges silence.
 
+A peer that differs in what must agree (wire version, hash scheme, weights or block size of a model that both serve) is
+refused: it gets no work, and both values are told. Of the two, the one that came later ends itself.
+
 One subscription per peer carries everything that peer publishes; this is the one place that subscribes, and it hands
 other messages to whoever registered for their type. Everything happens on the loop and is bounded per event.
 """
@@ -23,6 +26,7 @@ from kv_bus.interface import (
     Watch,
 )
 from kv_core.clock import Clock
+from kv_core.compatibility import Compatibility, IncompatiblePeerError, check_compatible
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message
 from kv_services.config import BusSection, Role
@@ -77,6 +81,9 @@ class ClusterView:
         self._watch: Watch | None = None
         self._closed: asyncio.Event | None = None
         self.state = "serving"
+        self.compatibility = Compatibility(())
+        self.refused: dict[NodeId, IncompatiblePeerError] = {}
+        self._not_joined: IncompatiblePeerError | None = None
 
     def on_change(self, listener: Callable[[Effect], None]) -> None:
         """Call `listener` with each effect of the view, in order of registration."""
@@ -100,7 +107,7 @@ class ClusterView:
         serving = [
             node_id
             for node_id in self.view.alive()
-            if self.roles.get(node_id) in roles and self._state_of(node_id) == "serving"
+            if self.roles.get(node_id) in roles and self._state_of(node_id) == "serving" and node_id not in self.refused
         ]
         return sorted(serving, key=lambda node_id: self.view.members[node_id].liveness is Liveness.SUSPECT)
 
@@ -120,10 +127,12 @@ class ClusterView:
             )
 
     async def run(self) -> None:
-        """Beat and judge until closed."""
+        """Beat and judge until closed; raise `IncompatiblePeerError` when the cluster is not one to join."""
         assert self._closed is not None
         while not self._closed.is_set():
             self._beat()
+            if self._not_joined is not None:
+                raise self._not_joined
             try:
                 await asyncio.wait_for(self._closed.wait(), self._interval_s)
             except TimeoutError:
@@ -141,7 +150,7 @@ class ClusterView:
         self._subscriptions.clear()
 
     def _beat(self) -> None:
-        self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load()))
+        self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load(), self.compatibility))
         self._tell(self.view.step(TimePassed(self._clock.monotonic_ns())))
 
     def _state_of(self, node_id: NodeId) -> str:
@@ -154,10 +163,24 @@ class ClusterView:
         if isinstance(message, Heartbeat):
             if self.view.is_current(event.origin, event.incarnation):
                 self._loads[event.origin] = message
+                self._compare(event.origin, event.incarnation, message.compatibility)
             return
         listener = self._published.get(type(message))
         if listener is not None:
             listener(event)
+
+    def _compare(self, node_id: NodeId, incarnation: Incarnation, theirs: Compatibility | None) -> None:
+        try:
+            check_compatible(node_id, self.compatibility, theirs or Compatibility(()))
+        except IncompatiblePeerError as error:
+            if node_id not in self.refused:
+                _log.error("peer refused: %s", error)
+            self.refused[node_id] = error
+            # Incarnations begin with the second of the start: whoever came later is the one that joins.
+            if self._bus.incarnation >= incarnation:
+                self._not_joined = error
+        else:
+            self.refused.pop(node_id, None)
 
     def _on_gap(self, gap: GapDetected) -> None:
         for listener in self._gap_listeners:

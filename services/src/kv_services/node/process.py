@@ -210,6 +210,7 @@ def build(base: Base) -> list[ChildSpec]:
     config, node = base.config, base.node
     set_blas_threads(node.compute_threads)
     model = open_model(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
+    base.serves(config.model.id, model.info.weights_revision)
     geometry = model.info.geometry.block_geometry(config.model.dtype, config.model.block_size)
     arena = Arena.create(geometry, node.num_slots(geometry.block_nbytes), Layout(config.model.layout), name=node.id)
     transport = config.transport
