@@ -116,7 +116,7 @@ class ReplicaService:
         self._namespaces: dict[bytes, NamespaceRef] = {}
         self._closed: asyncio.Event | None = None
         self._lagging_since_ns: int | None = None
-        self._fenced: KVError | None = None
+        self._over: BaseException | None = None
 
     def prime(self) -> None:
         """Let the clock have its first bound, before anything is stamped."""
@@ -137,11 +137,11 @@ class ReplicaService:
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
-        """Tick until closed; raise when the cluster holds this life for over."""
+        """Tick until closed; raise when the cluster holds this life for over, or its clock bound cannot be kept."""
         assert self._closed is not None
         while not self._closed.is_set():
-            if self._fenced is not None:
-                raise self._fenced
+            if self._over is not None:
+                raise self._over
             self._step(Tick(self._now()))
             self._measure()
             self._index.sweep()
@@ -330,17 +330,34 @@ class ReplicaService:
                 if future is not None and not future.done():
                     future.set_exception(error)
             case PersistClockBound(bound_ns):
-                # A small file four times a minute; a thread would let stamps wait for it.
-                self._life.keep_clock_bound(bound_ns)
-                self._step(ClockBoundPersisted(bound_ns))
+                self._persist(bound_ns)
             case ReportClock(error, peer):
                 _log.error("clock is wrong whose=%s cause=%s", peer or "ours", error)
             case ReportResync(peer, state):
                 _log.info("replica synchronises peer=%s state=%s", peer, state)
             case RestartReplica(seen):
-                self._fenced = ReplicaOverError(node=self.manager.origin.node, seen=seen)
+                self._over = ReplicaOverError(node=self.manager.origin.node, seen=seen)
             case _:
                 pass
+
+    def _persist(self, bound_ns: int) -> None:
+        """Put a clock bound on disk: at once before the first stamp, else in a thread, since a sync takes its time."""
+        if self._closed is None:
+            self._life.keep_clock_bound(bound_ns)
+            self._step(ClockBoundPersisted(bound_ns))
+            return
+
+        def persisted(done: asyncio.Future[None]) -> None:
+            if done.cancelled() or self._closed is None or self._closed.is_set():
+                return
+            error = done.exception()
+            if error is None:
+                self._step(ClockBoundPersisted(bound_ns))
+            elif self._over is None:
+                self._over = error
+
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, self._life.keep_clock_bound, bound_ns).add_done_callback(persisted)
 
     def _send(self, peer: NodeId, message: Message) -> None:
         if self._bus is None:
