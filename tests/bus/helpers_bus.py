@@ -5,6 +5,7 @@ or over ZeroMQ on loopback. Time-outs in scenarios bound a wait, they never deci
 """
 
 import asyncio
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
@@ -208,7 +209,7 @@ class ZmqWorld(World):
         return PeerAddress(name, f"tcp://127.0.0.1:{requests}", f"tcp://127.0.0.1:{events}")
 
     async def inject(self, owner: NodeId, target: NodeId, data: bytes) -> None:
-        await self.inject_packet(owner, target, [len(data).to_bytes(4) + data])
+        await self.inject_packet(owner, target, [struct.pack(">II", 1, len(data)) + data])
 
     async def inject_packet(self, owner: NodeId, target: NodeId, parts: list[bytes]) -> None:
         """Bring any ZeroMQ message to `target`."""

@@ -222,6 +222,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         task = self._running_loop().create_task(self._job(work, outcome), name=f"{self.name}:{key}")
         self._jobs[key] = task
         task.add_done_callback(lambda done: self._job_ended(key, done))
+        task.add_done_callback(lambda _: work.close())  # one cancelled before its first step never began `work`
 
     def cancel_job(self, key: Hashable) -> bool:
         """Cancel one job; False when it has ended."""

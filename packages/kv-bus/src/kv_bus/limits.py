@@ -104,9 +104,6 @@ HANDSHAKE_TIMEOUT_MS: Final = 5_000
 CLOSE_LINGER_MS: Final = 200
 """How long a closing bus lets handed-over frames leave."""
 
-CLOSE_FLUSH_MS: Final = 50
-"""How long a closing bus keeps its connections up after it handed the last frames over."""
-
 CONNECT_TIMEOUT_MS: Final = 5_000
 """A TCP connect that meets silence is given up and tried again."""
 

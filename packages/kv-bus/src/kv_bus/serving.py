@@ -9,7 +9,7 @@ H3: whatever is refused is counted by cause, and answered with an error if it ca
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -327,6 +327,8 @@ class Serving:
         request.job = job
         self._jobs[job] = None
         job.add_done_callback(self._job_ended)
+        if isinstance(work, Coroutine):
+            job.add_done_callback(lambda _: work.close())  # one cancelled before its first step never began `work`
 
     async def _job(self, request: Incoming, work: Awaitable[Reply]) -> None:
         try:

@@ -189,6 +189,7 @@ class _Kept:
     judge: RestartJudge
     state: ChildState = ChildState.NEW
     child: Child | None = None
+    life: asyncio.Task[None] | None = None
     keeper: asyncio.Task[None] | None = None
     lives: int = 0
     failures: int = 0
@@ -296,8 +297,11 @@ class Supervisor:
         except BaseException:
             await self._close_child(kept.spec, child)
             raise
+        # A task of its own, so that a child which cancels itself is not taken for us being cancelled.
+        kept.life = asyncio.get_running_loop().create_task(child.run(), name=f"run:{kept.spec.name}")
         kept.child, kept.state = child, ChildState.RUNNING
         kept.lives += 1
+        await asyncio.sleep(0)  # let `run` begin, so that a failure right after the start finds it there
 
     async def _keep(self, kept: _Kept) -> None:
         while True:
@@ -317,10 +321,8 @@ class Supervisor:
 
     async def _live(self, kept: _Kept) -> BaseException | None:
         """Wait for the end of one life; what ended it."""
-        child = kept.child
-        assert child is not None
-        # A task of its own, so that a child which cancels itself is not taken for us being cancelled.
-        life = asyncio.get_running_loop().create_task(child.run(), name=f"run:{kept.spec.name}")
+        child, life = kept.child, kept.life
+        assert child is not None and life is not None
         try:
             await asyncio.wait([life])
         finally:

@@ -19,7 +19,6 @@ from kv_bus.keys import AllowList, AllowListSource, KeyPair
 from kv_bus.limits import (
     ALLOW_LIST_POLL_NS,
     BIND_RETRY_NS,
-    CLOSE_FLUSH_MS,
     CLOSE_LINGER_MS,
     COPY_BYTES_MAX,
     MS,
@@ -96,7 +95,6 @@ class ZmqCarrier:
         self._frame_owner = config.node_id
         self._frame_route = b""
         self._replies: dict[bytes, Packet] = {}
-        self._busy: dict[bytes, None] = {}
         self._events = Packet()
         self._flush_due = False
         self._replies_dropped = 0
@@ -152,7 +150,8 @@ class ZmqCarrier:
         if self._rebinding is not None:
             self._rebinding.cancel()
             await asyncio.gather(self._rebinding, return_exceptions=True)
-        self._busy.clear()
+        for packet in self._replies.values():
+            packet.busy = False
         self._flush()
         for wire in list(self._dialer.wires) if self._dialer is not None else []:
             wire.close(CLOSE_LINGER_MS)
@@ -160,15 +159,11 @@ class ZmqCarrier:
             if monitor is not None:
                 monitor.close()
         self._router_monitor = self._publisher_monitor = None
-        servers = [socket for socket in (self._router, self._publisher) if socket is not None]
+        for socket in (self._router, self._publisher):
+            if socket is not None:
+                socket.close(CLOSE_LINGER_MS)
         self._router = self._publisher = None
-        for socket in servers:
-            socket.close(CLOSE_LINGER_MS)
         if self._zap is not None:
-            if servers:
-                # A connection of libzmq's goes down with its ZAP handler, so that one stays while the last frames
-                # leave. Nothing tells when they have.
-                await asyncio.sleep(CLOSE_FLUSH_MS / 1e3)
             self._zap.close()
         context, self._context = self._context, None
         if context is not None:
@@ -201,13 +196,13 @@ class ZmqCarrier:
         packet = self._replies.get(route)
         if packet is None:
             packet = self._replies[route] = Packet()
-        elif route in self._busy:
+        if packet.busy:
             return ReplyOutcome.BUSY
-        elif not packet.takes(data):
+        if not packet.add(data):
             self._flush_route(route, packet)
-            if route in self._busy:
+            if packet.busy:
                 return ReplyOutcome.BUSY
-        packet.add(data)
+            packet.add(data)
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -217,9 +212,9 @@ class ZmqCarrier:
         """See `Carrier.publish`."""
         if self._publisher is None:
             return
-        if not self._events.takes(data):
+        if not self._events.add(data):
             self._flush_events()
-        self._events.add(data)
+            self._events.add(data)
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -238,26 +233,26 @@ class ZmqCarrier:
     def _flush(self) -> None:
         self._flush_due = False
         self._flush_events()
-        for route in list(self._replies):
-            if route not in self._busy:
-                self._flush_route(route, self._replies[route])
-                if route not in self._busy:
-                    del self._replies[route]
+        for route, packet in list(self._replies.items()):
+            if not packet.busy:
+                self._flush_route(route, packet)
+            if not packet.busy:
+                del self._replies[route]
 
     def _flush_events(self) -> None:
-        if self._events.count and self._publisher is not None:
+        if self._events and self._publisher is not None:
             self._publisher.send(self._events.join(), _NOBLOCK)
         self._events.clear()
 
     def _flush_route(self, route: bytes, packet: Packet) -> None:
         router = self._router
-        if router is None or not packet.count:
+        if router is None or not packet:
             return
         try:
             router.send(route, _MORE_NOBLOCK)
         except zmq.Again:
             # The packet stays; a ROUTER says of no single peer that it takes messages again.
-            self._busy[route] = None
+            packet.busy = True
             if self._retry is None:
                 self._retry = asyncio.get_running_loop().call_later(REPLY_RETRY_NS / 1e9, self._retry_replies)
             return
@@ -265,7 +260,7 @@ class ZmqCarrier:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             # The caller's connection broke, and it knows.
-            self._replies_dropped += packet.count
+            self._replies_dropped += len(packet)
         else:
             router.send(packet.join(), _NOBLOCK)
             if self._router_pump is not None:
@@ -347,7 +342,8 @@ class ZmqCarrier:
 
     def _retry_replies(self) -> None:
         self._retry = None
-        self._busy.clear()
+        for packet in self._replies.values():
+            packet.busy = False
         self._flush()
         if self._sink is not None:
             self._sink.replies_writable()

@@ -2,7 +2,7 @@
 
 Z1: a server socket has CURVE, a ZAP domain, and refuses everybody when no ZAP handler is there (libzmq's default is to
     admit them).
-Z2: a client socket pins the server's key and never queues for a connection that does not exist.
+Z2: a client socket pins the server's key.
 Z3: every socket bounds the size of a message before it is read and the number of messages it holds.
 Z4: addresses are explicit: an IP and a port, never every interface.
 """
@@ -113,7 +113,6 @@ def client_socket(
     socket.curve_serverkey = server_key.encode()
     socket.curve_publickey = keys.public_key.encode()
     socket.curve_secretkey = keys.secret_key.encode()
-    socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)

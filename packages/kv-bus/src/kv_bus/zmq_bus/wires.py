@@ -2,6 +2,10 @@
 
 A socket per peer keeps a silent one from holding up the rest, and makes it certain who sent what arrives: the owner of
 the key that the socket pins.
+
+Nothing may be queued for a connection that does not exist, or it would reach the peer's next life. libzmq's `IMMEDIATE`
+sees to that, but with it libzmq throws away what had arrived and was not yet read when a connection breaks. So a DEALER
+is read to its end and made anew when its connection breaks, and nothing is sent before the new one stands.
 """
 
 from collections import deque
@@ -144,7 +148,7 @@ class ClientWire:
                 self._connected()
             case ConnectionEvent.DISCONNECTED:
                 self._read_rest()
-                self._lost("connection closed")
+                self._broke()
             case ConnectionEvent.RETRIED:
                 self._lost("no connection")
             case ConnectionEvent.AUTH_FAILED:
@@ -191,6 +195,9 @@ class ClientWire:
     def _connected(self) -> None:
         raise NotImplementedError
 
+    def _broke(self) -> None:
+        raise NotImplementedError
+
     def _lost(self, cause: str) -> None:
         raise NotImplementedError
 
@@ -207,19 +214,18 @@ class DealerWire(ClientWire):
         self._sink = sink
         self._packet = Packet()
         self._flush_due = False
-        self._blocked = False
         super().__init__(dialer, peer.node_id, peer.requests, sink.reply_arrived)
 
     def send(self, data: bytes) -> bool:
         """See `Wire.send`. The frame leaves at the end of this turn of the loop, with what else was sent in it."""
         packet = self._packet
-        if self._blocked or self._socket is None:
+        if packet.busy or self._socket is None:
             return False
-        if not packet.takes(data):
+        if not packet.add(data):
             self._flush()
-            if self._blocked:
+            if packet.busy:
                 return False
-        packet.add(data)
+            packet.add(data)
         if not self._flush_due:
             self._flush_due = True
             self._dialer.call_soon(self._flush_now)
@@ -235,38 +241,40 @@ class DealerWire(ClientWire):
 
     def _flush(self) -> None:
         socket, pump, packet = self._socket, self._pump, self._packet
-        if socket is None or pump is None or not packet.count:
+        if socket is None or pump is None or not packet:
             return
         try:
             socket.send(packet.join(), _NOBLOCK)
         except zmq.Again:
             # The packet stays; nothing overtakes it.
-            self._blocked = True
+            packet.busy = True
             pump.writable = self._writable
         else:
             packet.clear()
-            self._blocked = False
+            packet.busy = False
         pump.poke()
 
     def _writable(self) -> None:
         self._flush()
-        if not self._blocked:
+        if not self._packet.busy:
             self._sink.writable()
 
     def _tear_down(self, linger_ms: int = 0) -> None:
-        self._forget_packet()
-        super()._tear_down(linger_ms)
-
-    def _forget_packet(self) -> None:
-        """What was handed over and has not left goes down with the connection; the link is told that it broke."""
+        # What was handed over and has not left goes down with the connection; the link is told that it broke.
         self._packet.clear()
-        self._blocked = False
+        self._packet.busy = False
+        super()._tear_down(linger_ms)
 
     def _connected(self) -> None:
         self._sink.connected()
 
+    def _broke(self) -> None:
+        if self._socket is not None:
+            self._tear_down()
+            self._open()
+            self._lost("connection closed")
+
     def _lost(self, cause: str) -> None:
-        self._forget_packet()
         self._sink.lost(cause)
 
     def _refused(self, cause: str) -> None:
@@ -284,6 +292,9 @@ class SubWire(ClientWire):
 
     def _connected(self) -> None:
         """Nothing to do: what was missed shows in the numbers of the events."""
+
+    def _broke(self) -> None:
+        """As above; libzmq connects and subscribes again."""
 
     def _lost(self, cause: str) -> None:
         """As above."""
