@@ -113,6 +113,13 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     assert sample(logits, SamplingParams(0.3, 0.5, 1), 0).logprob is None
 
 
+def test_equals_are_ranked_by_token() -> None:
+    logits = np.random.default_rng(4).integers(0, 3, 3000).astype(np.float32)
+    logits[np.arange(5) * 611 + 7] = 3
+    ranking = sorted(range(3000), key=lambda token: (-float(logits[token]), token))
+    assert list(sample(logits, SamplingParams(top_logprobs=20), 0).top_logprobs) == ranking[:20]
+
+
 def test_extreme_temperatures_and_logits_do_not_overflow() -> None:
     logits = np.array([1e30, -1e30, 9e29, -np.inf], dtype=np.float32)
     for cold in (1e-30, 5e-324):

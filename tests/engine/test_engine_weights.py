@@ -145,11 +145,12 @@ def damage_empty(folder: Path) -> None:
 def test_a_folder_that_is_not_whole_is_built_again(tmp_path: Path, damage: object) -> None:
     path, cache = TinyLlama().write(tmp_path / "model.gguf"), tmp_path / "cache"
     good = open_weights(path, cache_root=cache)
-    expected = [layer.down.copy() for layer in good.layers]
+    expected = [good.embedding.copy(), *(layer.down.copy() for layer in good.layers)]
     assert callable(damage)
     damage(unpacked(cache))
     again = open_weights(path, cache_root=cache)
-    assert all(np.array_equal(a, b.down) for a, b in zip(expected, again.layers, strict=True))
+    found = [again.embedding, *(layer.down for layer in again.layers)]
+    assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
     assert len(entries(cache)) == 2  # the folder and its lock: nothing half-written is left
 
 
