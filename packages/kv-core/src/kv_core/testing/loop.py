@@ -5,7 +5,8 @@ nothing can ever happen again (every task waits, no timer is set) is a deadlock 
 
 V1: time is a whole number of nanoseconds that starts at 0 and never goes back. (Starting at epoch seconds would hang:
 at 1.7e9 the resolution of a float is 240 ns, and a timer could never become due.)
-V2: the order of equal timers and of callbacks is asyncio's own, first in first out.
+V2: callbacks run first in, first out. Timers due at the same nanosecond fire in the order of asyncio's heap: the
+same in every run, but not that of arming.
 V3: an exception that nobody awaits fails the run.
 
 Still for the test to mind: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in sets, so the order in which they cancel
