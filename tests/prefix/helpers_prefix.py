@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.namespace import Namespace
 
-BLOCK_SIZE = 2
+BLOCK_SIZE = 3
 NAMESPACES = (
     Namespace("model", "main", block_size=BLOCK_SIZE),
     Namespace("model", "main", salt="other tenant", block_size=BLOCK_SIZE),
@@ -20,8 +20,8 @@ def hashes(namespace: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
 
 
 def weak_hashes(namespace: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
-    """Two bits of the first hash and none of the second: almost everything collides."""
-    return [BlockHash(bytes([h.sequence[0] & 3]) + bytes(15), 0) for h in hash_tokens(namespace, list(tokens))]
+    """One bit of the first hash and none of the second: almost everything collides."""
+    return [BlockHash(bytes([h.sequence[0] & 1]) + bytes(15), 0) for h in hash_tokens(namespace, list(tokens))]
 
 
 class Arena:

@@ -23,15 +23,15 @@ from kv_prefix.pins import Receipt
 from kv_prefix.pool_types import CopyBlock
 from tests.prefix.helpers_prefix import BLOCK_SIZE, NAMESPACES, Arena, Prefix, hashes, weak_hashes
 
-NUM_SLOTS = 8
+NUM_SLOTS = 9
 PIN_QUOTA = 3
 PICK = st.integers(0, 1_000)
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Prompts of 1 to 9 tokens that often begin alike: they differ in their last three tokens at most."""
-    length, end = draw(st.integers(1, 9)), draw(st.integers(0, 7))
+    """Prompts of 1 to 12 tokens that often begin alike: they differ in their last three tokens at most."""
+    length, end = draw(st.integers(1, 12)), draw(st.integers(0, 7))
     return [0] * (length - 3) + [end >> bit & 1 for bit in range(min(length, 3))]
 
 
@@ -274,6 +274,16 @@ class PoolMachine(RuleBasedStateMachine):
         tokens = request.tokens[: request.written]
         committed = min(request.committed, request.written // BLOCK_SIZE)
         self.live.append(Request(forked.table, request.namespace, tokens, slots, request.written, committed))
+
+    @rule(pick=PICK)
+    @precondition(lambda self: 0 < len(self.live) < 5)
+    def fork_and_diverge(self, pick: int) -> None:
+        parent = pick % len(self.live)
+        del self.live[parent].tokens[self.live[parent].written :]
+        self.fork(parent)
+        for pick, token in ((parent, 0), (len(self.live) - 1, 1)):
+            self.generate(pick, token)
+            self.compute(pick, 1)
 
     @rule(pick=PICK, keep_tail=st.booleans())
     @precondition(lambda self: self.live)

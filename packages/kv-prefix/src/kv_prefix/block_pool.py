@@ -382,6 +382,20 @@ class BlockPool:
         full = (slot for slot in self._slots.committed_slots() if self._slots.hash[slot] is not None)
         return map(self._stored_event, runs(self._slots, full))
 
+    def prefix(self, block_hash: BlockHash) -> PoolMatch | None:
+        """The whole prefix that ends in a block, by its name alone; None when it is not held. For operators."""
+        last = self._slots.find(block_hash.sequence)
+        if last is None or self._slots.hash[last] != block_hash:
+            return None
+        chain = self._slots.chain(last)
+        names = tuple(name for slot in chain if (name := self._slots.hash[slot]) is not None)
+        return PoolMatch(self._slots.namespace[last], names, self._refs(chain), None, len(chain) * self.block_size)
+
+    def is_evictable(self, block_hash: BlockHash) -> bool:
+        """Whether a block is held, and nothing keeps it from being evicted."""
+        slot = self._slots.find(block_hash.sequence)
+        return slot is not None and self._slots.hash[slot] == block_hash and self._slots.is_cached(slot)
+
     def holds(self) -> list[HoldInfo]:
         """Every live receipt: who holds how much, and until when."""
         return [HoldInfo(hold.receipt, len(hold.slots)) for hold in self._holds]
