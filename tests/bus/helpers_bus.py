@@ -297,6 +297,9 @@ class Listener:
         self.gaps.append(gap)
         self.order.append(f"gap {gap.first_missing}-{gap.last_missing}")
 
+    def count(self, incarnation: int) -> int:
+        return sum(event.incarnation == incarnation for event in self.events)
+
     def numbers(self) -> list[int]:
         return [event.message.number for event in self.events if isinstance(event.message, Noted)]
 

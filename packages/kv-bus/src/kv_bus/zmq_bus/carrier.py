@@ -24,6 +24,7 @@ from kv_bus.limits import (
     MS,
     REPLY_RETRY_NS,
 )
+from kv_bus.ports import ephemeral_range
 from kv_bus.zmq_bus.monitor import ConnectionEvent, Monitor
 from kv_bus.zmq_bus.packets import Packet, PacketError, split
 from kv_bus.zmq_bus.pump import Pump
@@ -116,6 +117,10 @@ class ZmqCarrier:
             self._config.requests,
             self._config.events,
         )
+        first, last = ephemeral_range()
+        for port in (self._requests_at.port, self._events_at.port):
+            if first <= port <= last:
+                _log.warning("port %d is in the ephemeral range %d-%d: a client may come to hold it", port, first, last)
         self._sink = sink
         context = self._context = new_context()
         keys = self._config.keys

@@ -1,0 +1,498 @@
+"""What only ZeroMQ can get wrong: keys, hand-shakes, sockets, frames."""
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kv_bus.errors import AuthRefused, BindFailed, KeyFileError, WrongCluster
+from kv_bus.interface import PeerRefused, Request
+from kv_bus.keys import (
+    AllowList,
+    AllowListFile,
+    FixedAllowList,
+    create_key_pair,
+    generate_key_pair,
+    load_key_pair,
+    write_allow_list,
+)
+from kv_bus.limits import PUMP_TURN_MESSAGES
+from kv_bus.ports import ephemeral_range
+from kv_bus.stamps import LamportStamper
+from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
+from kv_bus.zmq_bus.sockets import new_context, parse_address, server_socket
+from kv_bus.zmq_bus.zap import ZapHandler
+from kv_core.ids import Incarnation, NodeId
+from kv_core.limits import MAX_MESSAGE_BYTES
+from tests.bus.helpers_bus import (
+    REGISTRY,
+    A,
+    B,
+    C,
+    Echo,
+    Echoed,
+    Listener,
+    Noted,
+    S,
+    World,
+    ZmqWorld,
+    frame,
+    run_world,
+)
+
+ZmqScenario = Callable[[ZmqWorld], Awaitable[None]]
+
+
+def run_zmq(scenario: ZmqScenario) -> None:
+    async def narrowed(world: World) -> None:
+        assert isinstance(world, ZmqWorld)
+        await scenario(world)
+
+    run_world("zmq", narrowed)
+
+
+def packet(*messages: bytes) -> bytes:
+    return struct.pack(f">{len(messages) + 1}I", len(messages), *map(len, messages)) + b"".join(messages)
+
+
+async def is_alive(world: ZmqWorld) -> None:
+    assert await world.nodes[A].request(B, Echo(b"alive"), timeout_ns=20 * S) == Echoed(b"alive")
+
+
+def test_a_key_outside_the_list_gets_nothing_through() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        stranger = world.dealer(generate_key_pair(A), world.keys[B].public_key)
+        stranger.connect(world.address(B).requests)
+        stranger.send(packet(frame(Echo(b""), A)))
+        await world.until(lambda: b.stats().auth_refused == 1)
+        await asyncio.sleep(0.1)
+        assert b.stats().requests_received == 0
+        await world.until(lambda: b.stats().refused.get("handshake", 0) >= 1)
+        await is_alive(world)
+
+    run_zmq(scenario)
+
+
+@pytest.mark.parametrize("mechanism", ["null", "plain"])
+def test_a_client_without_curve_gets_nothing_through(mechanism: str) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        plain = context.socket(zmq.DEALER)
+        try:
+            if mechanism == "plain":
+                plain.plain_username, plain.plain_password = b"admin", b"admin"
+            plain.connect(world.address(B).requests)
+            plain.send(packet(frame(Echo(b""), A)), zmq.NOBLOCK)
+            await world.until(lambda: b.stats().refused.get("handshake", 0) >= 1)
+            assert b.stats().requests_received == 0
+            await is_alive(world)
+        finally:
+            plain.close(0)
+            context.term()
+
+    run_zmq(scenario)
+
+
+def test_a_subscriber_without_an_admitted_key_hears_nothing() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a, b = await world.node(A), await world.node(B)
+        listener = Listener()
+        a.subscribe(B, listener.on_event, listener.on_gap)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        spies = []
+        try:
+            for keys in (None, generate_key_pair(C)):
+                spy = context.socket(zmq.SUB)
+                spies.append(spy)
+                spy.subscribe(b"")
+                if keys is not None:
+                    spy.curve_publickey, spy.curve_secretkey = keys.public_key.encode(), keys.secret_key.encode()
+                    spy.curve_serverkey = world.keys[B].public_key.encode()
+                spy.connect(world.address(B).events)
+            await world.until(lambda: b.stats().auth_refused >= 1 and b.stats().refused.get("handshake", 0) >= 2)
+            for number in range(50):
+                b.publish(Noted(number))
+                await asyncio.sleep(0.005)
+            await world.until(lambda: len(listener.events) >= 10)
+            assert not any(spy.poll(50) for spy in spies)
+        finally:
+            for spy in spies:
+                spy.close(0)
+            context.term()
+
+    run_zmq(scenario)
+
+
+def test_a_peer_with_another_key_than_the_list_says_is_refused_and_named() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a = await world.node(A)
+        world.keys[B] = generate_key_pair(B)
+        world.public[B] = world.keys[B].public_key
+        await world.node(B)
+        listener = Listener()
+        a.watch_peers(listener.peers.append)
+        with pytest.raises(AuthRefused, match="another key than the allow-list says"):
+            await a.request(B, Echo(b"for the real node-b only"), timeout_ns=20 * S)
+        assert [type(event) for event in listener.peers] == [PeerRefused]
+
+    run_zmq(scenario)
+
+
+def test_a_peer_without_a_key_is_refused_without_a_connection() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        del world.public[B]
+        a = await world.node(A)
+        with pytest.raises(AuthRefused, match="its key is not in the allow-list"):
+            await a.request(B, Echo(b""), timeout_ns=20 * S)
+
+    run_zmq(scenario)
+
+
+def test_a_key_and_its_owner_must_be_the_listed_ones() -> None:
+    world = ZmqWorld()
+    address, allow_list = world.address(A), AllowList("test", dict(world.public))
+    for node_id, keys in ((A, generate_key_pair(A)), (A, world.keys[B]), (B, world.keys[A])):
+        config = ZmqBusConfig(
+            node_id, Incarnation(1), address.requests, address.events, keys, FixedAllowList(allow_list)
+        )
+        with pytest.raises(KeyFileError, match="is not the one the allow-list has"):
+            ZmqBus(config, REGISTRY, stamper=LamportStamper(node_id))
+
+
+def test_two_clusters_on_one_host_do_not_meet() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a = await world.node(A)
+        other = ZmqWorld()
+        other.ports[B] = world.ports[B]  # somebody mixed up the addresses
+        try:
+            theirs = await other.node(B)
+            with pytest.raises(AuthRefused):
+                await a.request(B, Echo(b""), timeout_ns=20 * S)
+            assert theirs.stats().requests_received == 0
+            # Even with the same keys, the clusters' names keep them apart.
+            await theirs.close()
+            other.keys, other.public = world.keys, world.public
+            theirs = other.make(B, Incarnation(1), REGISTRY, LamportStamper(B))
+            renamed = AllowList("another", dict(world.public))
+            address = world.address(B)
+            config = ZmqBusConfig(
+                B, Incarnation(1), address.requests, address.events, world.keys[B], FixedAllowList(renamed)
+            )
+            theirs = other.nodes[B] = ZmqBus(config, REGISTRY, stamper=LamportStamper(B))
+            await theirs.start()
+            await asyncio.sleep(0.3)
+            with pytest.raises(WrongCluster, match="belongs to cluster another, this node to test"):
+                await a.request(B, Echo(b""), timeout_ns=20 * S)
+            assert theirs.stats().refused == {"other_cluster": 1}
+        finally:
+            await other.close()
+
+    run_zmq(scenario)
+
+
+def test_two_clusters_on_one_host_both_work() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        other = ZmqWorld()
+        try:
+            for each in (world, other):
+                await each.node(A)
+                await each.node(B)
+            await asyncio.gather(is_alive(world), is_alive(other))
+        finally:
+            await other.close()
+
+    run_zmq(scenario)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+
+RAW = {
+    "text": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(4096),
+    "a greeting without CURVE": GREETING,
+    "a frame of 1 GiB": GREETING.replace(b"NULL\0", b"CURVE") + b"\x02" + struct.pack(">Q", 1 << 30) + b"x" * 100,
+    "a frame of 2**63 bytes": GREETING.replace(b"NULL\0", b"CURVE") + b"\x06" + struct.pack(">Q", 1 << 63),
+    "an old protocol": b"\x01\x00",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_bytes_on_either_port_do_no_harm(name: str) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a, b = await world.node(A), await world.node(B)
+        listener = Listener()
+        a.subscribe(B, listener.on_event, listener.on_gap)
+        raws = []
+        try:
+            for port in world.ports[B]:
+                raw = socket.create_connection(("127.0.0.1", port))
+                raws.append(raw)
+                raw.sendall(RAW[name])
+            await asyncio.sleep(0.1)
+            await is_alive(world)
+            await world.until(lambda: b.publish(Noted(1)) > 0 and bool(listener.events))
+        finally:
+            for raw in raws:
+                raw.close()
+
+    run_zmq(scenario)
+
+
+def test_bad_packets_and_many_parts_from_an_admitted_key_are_counted() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        good = frame(Echo(b""), C)
+        for parts in (
+            [b""],
+            [b"\0\0\0\1"],
+            [packet(good)[:-1]],
+            [packet(good) + b"x"],
+            [struct.pack(">II", 1, 1 << 30)],
+            [packet(good), packet(good)],
+            [b"x"] * 1000,
+        ):
+            await world.inject_packet(C, B, parts)
+        await world.until(lambda: b.stats().refused == {"bad_packet": 5, "several_parts": 2})
+        await world.inject_packet(C, B, [packet(good, good)])
+        await world.until(lambda: b.stats().requests_received == 2)
+        await is_alive(world)
+
+    run_zmq(scenario)
+
+
+def test_a_frame_beyond_the_limit_ends_its_connection_unread() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        await world.inject_packet(C, B, [bytes(MAX_MESSAGE_BYTES + 4096)])
+        await asyncio.sleep(0.5)
+        assert b.stats().bytes_received == 0 and b.stats().refused == {}
+        await is_alive(world)
+
+    run_zmq(scenario)
+
+
+def test_a_server_socket_without_a_zap_handler_admits_nobody() -> None:
+    keys, client_keys = generate_key_pair(A), generate_key_pair(B)
+    context = new_context()
+    address = ZmqWorld().address(A).requests
+    server = server_socket(context, zmq.ROUTER, keys, "test", parse_address(address))
+    client_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = client_context.socket(zmq.DEALER)
+    try:
+        server.bind(address)
+        client.curve_serverkey = keys.public_key.encode()
+        client.curve_publickey, client.curve_secretkey = (
+            client_keys.public_key.encode(),
+            client_keys.secret_key.encode(),
+        )
+        client.connect(address)
+        client.send(b"anybody there?")
+        assert not server.poll(400), "without a ZAP handler everybody was let in"
+    finally:
+        client.close(0)
+        server.close(0)
+        client_context.term()
+        context.term()
+
+
+def test_an_error_inside_the_zap_handler_denies_and_ends_the_bus_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ZapHandler, request: list[bytes]) -> tuple[str, str]:
+        raise ZeroDivisionError("in the handler")
+
+    async def scenario(world: ZmqWorld) -> None:
+        a, b = await world.node(A), await world.node(B)
+        running = asyncio.ensure_future(b.run())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(ZapHandler, "_judge", broken)
+        with pytest.raises(AuthRefused):
+            await a.request(B, Echo(b""), timeout_ns=20 * S)
+        with pytest.raises(ZeroDivisionError):
+            await running
+        assert b.stats().requests_received == 0 and b.stats().auth_admitted == 0
+
+    run_zmq(scenario)
+
+
+def test_a_list_in_a_file_is_followed_through_a_change_of_keys(tmp_path: Path) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        folders = {name: tmp_path / name for name in (A, B)}
+        path = tmp_path / "cluster.keys"
+
+        def write() -> None:
+            keys = {name: load_key_pair(folder, name).public_key for name, folder in folders.items()}
+            write_allow_list(path, AllowList("test", keys))
+
+        async def begin(node: NodeId, incarnation: int) -> ZmqBus:
+            address = world.address(node)
+            config = ZmqBusConfig(
+                node,
+                Incarnation(incarnation),
+                address.requests,
+                address.events,
+                load_key_pair(folders[node], node),
+                AllowListFile(path),
+            )
+            bus = ZmqBus(config, REGISTRY, stamper=LamportStamper(node))
+            bus.add_peer(world.address(B if node == A else A))
+            bus.handle(Echo, lambda request: Echoed(request.message.body))
+            await bus.start()
+            world.nodes[node] = bus
+            return bus
+
+        for name, folder in folders.items():
+            create_key_pair(folder, name)
+        write()
+        a, b = await begin(A, 1), await begin(B, 1)
+        listener = Listener()
+        a.subscribe(B, listener.on_event, listener.on_gap)
+        await is_alive(world)
+        await b.close()
+        (folders[B] / f"{B}.key").unlink()
+        create_key_pair(folders[B], B)
+        write()
+        b = await begin(B, 2)
+        await asyncio.sleep(1.2)  # a looks at the file once a second
+        await is_alive(world)
+        await world.until(lambda: b.publish(Noted(1)) > 0 and any(e.incarnation == 2 for e in listener.events))
+
+    run_zmq(scenario)
+
+
+def test_a_taken_port_is_an_error_after_a_while_and_a_freed_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_bus.zmq_bus.carrier.BIND_RETRY_NS", S // 5)
+
+    async def scenario(world: ZmqWorld) -> None:
+        for index in (0, 1):
+            blocker = socket.socket()
+            blocker.bind(("127.0.0.1", world.ports[A][index]))
+            blocker.listen()
+            try:
+                with pytest.raises(BindFailed, match="Address already in use"):
+                    await world.node(A)
+                freed = asyncio.get_running_loop().call_later(0.05, blocker.close)
+                await world.node(A)
+                freed.cancel()
+                await world.nodes[A].close()
+            finally:
+                blocker.close()
+
+    run_zmq(scenario)
+
+
+def test_a_port_in_the_ephemeral_range_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        first, _ = ephemeral_range()
+        with caplog.at_level(logging.INFO):
+            await world.node(A)
+            assert not [record for record in caplog.records if "ephemeral" in record.message]
+            for port in range(first, first + 200):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) != 0:
+                        break
+            world.ports[B] = (port, world.ports[B][1])
+            await world.node(B)
+        assert [record for record in caplog.records if f"port {port} is in the ephemeral range" in record.message]
+
+    run_zmq(scenario)
+
+
+def test_the_version_is_logged_at_the_start_and_a_secret_never(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        await is_alive(world)
+        await world.inject(C, B, b"garbage")
+        stranger = world.dealer(generate_key_pair(A), world.keys[B].public_key)
+        stranger.connect(world.address(B).requests)
+        await world.until(lambda: b.stats().auth_refused == 1 and bool(b.stats().refused))
+        told = f"{world.nodes} {b.stats()} {world.keys} {b.peers()} " + caplog.text
+        assert f"libzmq={zmq.zmq_version()}" in told and "curve=on" in told
+        assert not any(pair.secret_key in told for pair in world.keys.values())
+
+    with caplog.at_level(logging.DEBUG):
+        run_zmq(scenario)
+
+
+def test_one_turn_of_the_loop_reads_a_bounded_number_of_messages() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a, b = await world.node(A), await world.node(B)
+        await is_alive(world)
+        seen, per_turn, ticking = 0, [0], True
+
+        def on_noted(request: Request[Noted]) -> None:
+            nonlocal seen
+            seen += 1
+            per_turn[-1] += 1
+
+        def tick() -> None:
+            per_turn.append(0)
+            if ticking:
+                asyncio.get_running_loop().call_soon(tick)
+
+        b.handle(Noted, on_noted)
+        tick()
+        for number in range(3000):
+            a.send(B, Noted(number))
+            if number % 500 == 499:
+                await asyncio.sleep(0.01)
+        await world.until(lambda: seen == 3000)
+        ticking = False
+        # The reader's callback and its own follow-up may fall into one turn.
+        assert max(per_turn) <= 2 * PUMP_TURN_MESSAGES
+        assert b.stats().turns_cut > 0
+
+    run_zmq(scenario)
+
+
+def test_a_closed_bus_leaves_no_descriptor_and_its_ports_can_be_taken_again() -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        counts = []
+        for incarnation in range(1, 5):
+            await world.node(A, incarnation)
+            b = await world.node(B, incarnation)
+            listener = Listener()
+            b.subscribe(A, listener.on_event, listener.on_gap)
+            await is_alive(world)
+            await world.nodes[A].close()
+            await b.close()
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[-1] <= counts[0], counts
+
+    run_zmq(scenario)
+
+
+def test_replies_to_a_caller_that_does_not_read_are_bounded_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_bus.serving.REPLY_QUEUE_MAX", 20)
+    monkeypatch.setattr("kv_bus.zmq_bus.sockets.SOCKET_HWM", 2)
+
+    async def scenario(world: ZmqWorld) -> None:
+        await world.node(A)
+        b = await world.node(B)
+        deaf = world.dealer(world.keys[C], world.keys[B].public_key)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.RCVBUF, 4096)
+        deaf.connect(world.address(B).requests)
+        sent = 0
+        while b.stats().replies_dropped < 10 and sent < 400:
+            for _ in range(10):
+                sent += 1
+                deaf.send(packet(frame(Echo(bytes(300_000)), C, call_id=sent)))
+            await asyncio.sleep(0.01)
+        assert b.stats().replies_dropped >= 10, "a deaf caller was fed without bound"
+        await is_alive(world)
+
+    run_zmq(scenario)
