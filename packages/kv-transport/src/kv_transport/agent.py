@@ -12,7 +12,6 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +26,9 @@ from kv_transport.backends.base import Backend, Surroundings
 from kv_transport.backends.shm import ShmBackend
 from kv_transport.backends.tcp import TcpBackend
 from kv_transport.config import TransportConfig
-from kv_transport.descriptors import cut_units, split_pieces
 from kv_transport.errors import (
     AgentClosed,
     BackendUnavailable,
-    GrantRefused,
     InvalidDescriptor,
     StaleIncarnation,
     TransferTooLarge,
@@ -45,11 +42,11 @@ from kv_transport.listing import inventory_of, peer_stats
 from kv_transport.peers import Peer
 from kv_transport.poster import LoopPoster
 from kv_transport.regions import Inventory, MemoryRegion, Notif, RegionTable, SharedBuffer, XferDesc, check_piece
-from kv_transport.stats import AgentStats
+from kv_transport.stats import AgentStats, Totals
 from kv_transport.tickets import WIRE_VERSION, AgentMetadata, BackendAddress, ReadGrant, RegionInfo, WriteGrant
 from kv_transport.types import Access, PeerName, TransferPriority, XferOp
 from kv_transport.units import Unit
-from kv_transport.xfer import Xfer, XferDlist
+from kv_transport.xfer import Xfer, XferDlist, check_notif, check_pairs, plain_units
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +72,7 @@ class TransferAgent:
         self._serial = 0
         self._nonce = 0
         self._started = self._closed = False
-        self._totals = _Totals()
+        self._totals = Totals()
 
     # Life.
 
@@ -87,7 +84,7 @@ class TransferAgent:
         self.poster = LoopPoster(self.loop)
         self.ledger = Ledger(self.regions, self.poster, self._deliver)
         self.ledger.quarantine_max = self.config.quarantine_slots_max
-        self.leases = LeaseKeeper(self.ledger, self.loop, self.clock)
+        self.leases = LeaseKeeper(self.ledger.reads, self.loop, self.clock)
         self._started = True
         self._around = Surroundings(
             me=self.name,
@@ -254,7 +251,7 @@ class TransferAgent:
         mine, theirs = local.pick(local_indices), remote.pick(remote_indices)
         if local.node is not None or remote.node is None:
             raise InvalidDescriptor(what="lists", value=str(remote.node), reason="need our own, then a peer's")
-        self._check_pairs(op, remote.node, mine, theirs, notif)
+        check_pairs(op, mine, theirs, partial(self._remote_region, remote.node), notif)
         self._serial += 1
         xfer = Xfer(
             f"xfer-{self._serial}", op, remote.node, mine, theirs, notif, priority, on_release=self._forget_xfer
@@ -282,7 +279,7 @@ class TransferAgent:
         """Post it; wait with `await xfer.done()`. Raises `XferActive` for one that is in flight or released."""
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
-        units = self._plain_units(xfer)
+        units = plain_units(xfer, self.regions, self.config.unit_bytes)
         flow = self.start_flow(
             peer,
             name=xfer.name,
@@ -303,7 +300,7 @@ class TransferAgent:
 
     async def send_notif(self, node: NodeId, payload: bytes) -> None:
         """Send bytes to a peer's `notifs()`; connects if needed."""
-        _check_notif(payload)
+        check_notif(payload)
         (await self.peer(node).connect()).send_note(payload)
 
     async def notifs(self) -> AsyncIterator[Notif]:
@@ -367,7 +364,8 @@ class TransferAgent:
         def release() -> None:
             for region in regions:
                 self.regions.unuse(region)
-            self._totals.count(ended[0], fetched=kind == "fetch")
+            flow = ended[0]
+            self._totals.count(flow.stats(), fetched=kind == "fetch", failed=flow.error is not None)
 
         try:
             flow = peer.start_flow(
@@ -408,41 +406,6 @@ class TransferAgent:
             raise UnknownRegion(region=region, node=node)
         return info
 
-    def _check_pairs(
-        self, op: XferOp, node: NodeId, mine: list[XferDesc], theirs: list[XferDesc], notif: bytes
-    ) -> None:
-        if not mine or len(mine) != len(theirs):
-            raise InvalidDescriptor(
-                what="lists", value=[len(mine), len(theirs)], reason="need as many of each, not none"
-            )
-        for ours, other in zip(mine, theirs, strict=True):
-            if ours.nbytes != other.nbytes:
-                raise InvalidDescriptor(what="pieces", value=[ours.nbytes, other.nbytes], reason="lengths differ")
-        allowed = (Access.WRITE.value,) if op is XferOp.WRITE else (Access.READ.value, Access.WRITE.value)
-        for region in {desc.region for desc in theirs}:
-            if self._remote_region(node, region).access not in allowed:
-                raise GrantRefused(ticket=0, reason=f"{node} has not opened region {region} for {op.value}")
-        if op is XferOp.READ and notif:
-            raise InvalidDescriptor(what="notif", value=len(notif), reason="a read tells its peer nothing")
-        _check_notif(notif)
-
-    def _plain_units(self, xfer: Xfer) -> list[Unit]:
-        """Units of one local and one remote region each; the last one carries the notification."""
-        groups: dict[tuple[RegionId, RegionId], list[tuple[int, int, int]]] = {}
-        for mine, theirs in zip(xfer.local, xfer.remote, strict=True):
-            pair = mine.region, theirs.region
-            groups.setdefault(pair, []).append((mine.offset, theirs.offset, mine.nbytes))
-        units = []
-        for (mine_region, their_region), pieces in groups.items():
-            cells = split_pieces(pieces, min(limits.COPY_PIECE_BYTES, self.config.unit_bytes))
-            memory = self.regions.get(mine_region).memory
-            units += [
-                Unit(xfer.op, xfer.priority, int(their_region), memory, cells.part(start, end))
-                for start, end in cut_units(cells.sizes, self.config.unit_bytes)
-            ]
-        units[-1].notif = xfer.notif
-        return units
-
     def _forget_xfer(self, xfer: Xfer) -> None:
         self._xfers.pop(xfer.name, None)
 
@@ -468,37 +431,9 @@ class TransferAgent:
             _log.error("transfer task failed node=%s", self.name, exc_info=task.exception())
 
 
-@dataclass(slots=True)
-class _Totals:
-    """What `stats` sums up."""
-
-    sent: dict[str, int] = field(default_factory=dict)
-    fetched: dict[str, int] = field(default_factory=dict)
-    done: int = 0
-    failed: int = 0
-    retries: int = 0
-    notifs_dropped: int = 0
-
-    def count(self, flow: Flow, *, fetched: bool) -> None:
-        stats = flow.stats()
-        into = self.fetched if fetched else self.sent
-        for scheme, nbytes in stats.transports.items():
-            into[scheme] = into.get(scheme, 0) + nbytes
-        self.retries += stats.retries
-        if flow.error is None:
-            self.done += 1
-        else:
-            self.failed += 1
-
-
 def _add_last(flow: Flow, *units: Unit) -> None:
     flow.add(units)
     flow.seal()
-
-
-def _check_notif(payload: bytes) -> None:
-    if len(payload) > limits.NOTIF_BYTES_MAX:
-        raise TransferTooLarge(what="notification", size=len(payload), limit=limits.NOTIF_BYTES_MAX)
 
 
 def _host_id() -> bytes:

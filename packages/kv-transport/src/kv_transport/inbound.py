@@ -12,7 +12,8 @@ from kv_core.errors import KVError
 from kv_transport import inbound_state as st
 from kv_transport.config import TransportConfig
 from kv_transport.errors import TransferCancelled, TransferTimeout
-from kv_transport.ledger import GrantEntry, Ledger, Session
+from kv_transport.ledger import Ledger
+from kv_transport.ledger_items import GrantEntry, Session
 from kv_transport.types import TransferStats
 
 _log = logging.getLogger(__name__)

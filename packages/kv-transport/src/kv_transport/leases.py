@@ -7,7 +7,7 @@ from functools import partial
 from kv_core.clock import Clock
 from kv_transport.arena import Arena
 from kv_transport.errors import InvalidDescriptor, LeaseEnded
-from kv_transport.ledger import Lease, Ledger
+from kv_transport.lease_table import Lease, LeaseTable
 from kv_transport.tickets import ReadGrant
 
 LEASE_MS_MAX = 24 * 3_600_000
@@ -16,8 +16,8 @@ LEASE_MS_MAX = 24 * 3_600_000
 class LeaseKeeper:
     """Gives leases an end. Lives on the loop."""
 
-    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
-        self._ledger = ledger
+    def __init__(self, table: LeaseTable, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+        self._table = table
         self._loop = loop
         self._clock = clock
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -30,14 +30,14 @@ class LeaseKeeper:
             TransferTooLarge: `LEASES_MAX` are alive on the arena.
             InvalidDescriptor: a block is not sealed, so nobody could verify what was read.
         """
-        grant = draft(self._ledger.free_lease_index(arena))
+        grant = draft(self._table.free_index(arena))
         for slot in grant.slots:
             unsealed = [
                 layer for layer in range(grant.layer_start, grant.layer_end) if not int(arena.checks[layer, slot])
             ]
             if unsealed:
                 raise InvalidDescriptor(what="block", value=slot, reason=f"layers {unsealed} are not sealed")
-        self._ledger.lease(Lease(grant, arena))
+        self._table.enter(Lease(grant, arena))
         self._arm(grant.ticket, grant.lease_ms)
         return grant
 
@@ -55,7 +55,7 @@ class LeaseKeeper:
         if timer is not None:
             timer.cancel()
             del self._ends_ns[ticket]
-            self._ledger.end_lease(ticket)
+            self._table.end(ticket)
 
     def left_ms(self, ticket: int) -> int:
         """Until it ends by itself; 0 when it is over."""

@@ -1,8 +1,8 @@
 """What peers may do with our memory right now: open grants, live leases, and what they have done so far.
 
-Every byte that a peer writes or reads passes one of four doors here: `admit` and `land` around a write, `serve` for a
-read, and the lease table in the arena for readers that map it. IO threads and the loop both come here, so one lock
-guards everything; it is held for table look-ups only, never for a copy.
+Every byte that a peer writes passes `admit` and `land` here; what it reads passes the table of leases (`reads`). IO
+threads and the loop both come here, so one lock guards everything; it is held for table look-ups only, never for a
+copy.
 
 L1: a unit lands only under an open grant, from the writer that opened it, in the generation that was granted, with a
 fresh nonce. L2: bytes become visible (checksum table, layer readiness) only after they were verified. L3: a revoked
@@ -13,8 +13,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -23,144 +22,37 @@ from kv_core.header import KVCacheTransferHeader
 from kv_core.ids import NodeId
 from kv_transport import limits
 from kv_transport.arena import Arena
-from kv_transport.arena_layout import IntArray
 from kv_transport.errors import (
     ChecksumMismatch,
-    FrameRefused,
     GrantBusy,
     GrantRefused,
-    LeaseEnded,
     QuarantineFull,
-    StaleGeneration,
     TransferTooLarge,
 )
 from kv_transport.frames import UnitHead
+from kv_transport.lease_table import LeaseTable
+from kv_transport.ledger_items import GrantEntry, Landing, Session
 from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
-from kv_transport.regions import Memory, RegionTable, SharedBuffer, XferDesc, check_piece
+from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import ReplayWindow
-from kv_transport.tickets import ReadGrant, WriteGrant
+from kv_transport.ticket_checks import require_generations, unpack_checks, unpack_runs
+from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
 from kv_transport.unit_header import check_header, combined, plain_header, ticket_header
-
-
-class Session(Protocol):
-    """An authenticated connection that a peer opened to us."""
-
-    @property
-    def peer(self) -> PeerName: ...
-
-    @property
-    def scheme(self) -> str: ...
-
-    @property
-    def one_sided(self) -> bool:
-        """The peer writes our memory itself, so that shutting it out needs its help or its end."""
-        ...
-
-    def supersede(self) -> None:
-        """The peer has come back by another connection: end this one. Called on the loop."""
-        ...
-
-    def send_fence(self, ticket: int) -> None:
-        """Tell the peer that a grant is over. Called on the loop."""
-        ...
-
-
-class GrantListener(Protocol):
-    """Who watches a grant; called on the loop."""
-
-    def opened(self, session: Session) -> None: ...
-    def layer_done(self, layer: int) -> None: ...
-    def writer_lost(self, error: KVError, dead: bool) -> None: ...
-    def fenced(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class GrantEntry:
-    """One open grant."""
-
-    grant: WriteGrant
-    arena: Arena
-    slots: IntArray
-    progress: GrantProgress
-    listener: GrantListener | None = None
-    writer: PeerName | None = None
-    session: Session | None = None
-    one_sided_writer: bool = False
-    revoked: bool = False
-    clear: bool = False
-    landing: int = 0
-    nbytes: int = 0
-    units: int = 0
-    transports: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Landing:
-    """A unit on its way into our memory.
-
-    Attributes:
-        entry: its grant; None for a plain region.
-        memory, offsets, sizes: where each cell goes.
-        expected: CRC-64 of each cell.
-        fresh: bits of the positions that may be written; others are verified already and must not be touched.
-    """
-
-    session: Session
-    head: UnitHead
-    entry: GrantEntry | None
-    memory: Memory
-    region: int
-    offsets: list[int]
-    sizes: list[int]
-    expected: list[int]
-    fresh: int
-    over: bool = False
-
-    @property
-    def revoked(self) -> bool:
-        """The rest of the bytes must not reach the memory any more."""
-        return self.entry is not None and self.entry.revoked
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes)
-
-    def writable(self, cell: int) -> bool:
-        """Whether this cell is still to be written."""
-        return bool(self.fresh >> (self.head.start + cell) & 1) if self.entry is not None else True
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One live read lease."""
-
-    grant: ReadGrant
-    arena: Arena
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Serving:
-    """Bytes that a peer may read: where they lie, and their checksums (empty if they have none yet)."""
-
-    memory: Memory
-    offsets: list[int]
-    sizes: list[int]
-    checks: list[int]
 
 
 class Ledger:
     """See the module."""
 
     def __init__(self, regions: RegionTable, poster: LoopPoster, on_notif: Callable[[NodeId, bytes], None]) -> None:
+        self.reads: Final = LeaseTable(regions)
         self._regions: Final = regions
         self._poster = poster
         self._on_notif = on_notif
         self._lock = threading.RLock()
         self._grants: dict[int, GrantEntry] = {}
         self._done: OrderedDict[int, tuple[PeerName | None, WriteGrant]] = OrderedDict()
-        self._leases: dict[int, Lease] = {}
         self._replay: OrderedDict[PeerName, ReplayWindow] = OrderedDict()
         self._quarantined: dict[int, GrantEntry] = {}
         self._received: dict[str, int] = {}
@@ -178,7 +70,7 @@ class Ledger:
             StaleGeneration: the arena has moved on.
         """
         slots = np.array(grant.slots, np.int64)
-        _require_generations(arena, grant)
+        require_generations(arena, grant)
         progress = GrantProgress(grant.layer_start, grant.layer_end, grant.num_positions)
         entry = GrantEntry(grant, arena, slots, progress)
         with self._lock:
@@ -362,9 +254,9 @@ class Ledger:
         if entry is None or entry.revoked or entry.session is not session:
             raise GrantRefused(ticket=head.ticket, reason="it is not open on this connection")
         grant = entry.grant
-        _require_generations(entry.arena, grant, head.start, head.end)
+        require_generations(entry.arena, grant, head.start, head.end)
         sizes = [entry.arena.shape.cell_nbytes] * (head.end - head.start)
-        expected = _unpack_checks(head.checks, len(sizes), session.peer)
+        expected = unpack_checks(head.checks, len(sizes), session.peer)
         checksum = combined(expected, sizes)
         check_header(
             header,
@@ -382,8 +274,8 @@ class Ledger:
         region = self._regions.get(head.region)
         if region.access is not Access.WRITE:
             raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
-        offsets, sizes = _unpack_runs(head, region.nbytes, session.peer)
-        expected = _unpack_checks(head.checks, len(sizes), session.peer)
+        offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
+        expected = unpack_checks(head.checks, len(sizes), session.peer)
         check_header(
             header,
             plain_header(len(sizes), header.nonce, combined(expected, sizes)),
@@ -484,63 +376,6 @@ class Ledger:
                     del self._replay[other]
         return window
 
-    # Reads.
-
-    def lease(self, lease: Lease) -> None:
-        """Enter a lease, in the table that mapping readers look at, too."""
-        grant = lease.grant
-        with self._lock:
-            self._regions.use(grant.region)
-            self._leases[grant.ticket] = lease
-            lease.arena.leases[grant.lease_index] = grant.ticket
-
-    def free_lease_index(self, arena: Arena) -> int:
-        """Raises `TransferTooLarge` when `LEASES_MAX` are alive on this arena."""
-        free = np.flatnonzero(arena.leases == 0)
-        if not len(free):
-            raise TransferTooLarge(what="list of leases", size=limits.LEASES_MAX + 1, limit=limits.LEASES_MAX)
-        return int(free[0])
-
-    def end_lease(self, ticket: int) -> bool:
-        """Take a lease away; False if it is over already."""
-        with self._lock:
-            lease = self._leases.pop(ticket, None)
-            if lease is None:
-                return False
-            if not lease.arena.closed:
-                lease.arena.leases[lease.grant.lease_index] = 0
-            self._regions.unuse(lease.grant.region)
-            return True
-
-    def serve(self, session: Session, head: UnitHead) -> Serving:
-        """The bytes that a peer asks to read.
-
-        Raises:
-            LeaseEnded, StaleGeneration, GrantRefused, UnknownRegion, InvalidDescriptor, FrameRefused.
-        """
-        if not head.ticket:
-            region = self._regions.get(head.region)
-            if region.access is Access.NONE:
-                raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for reading")
-            offsets, sizes = _unpack_runs(head, region.nbytes, session.peer)
-            return Serving(region.memory, offsets, sizes, [])
-        with self._lock:
-            lease = self._leases.get(head.ticket)
-        if lease is None:
-            raise LeaseEnded(ticket=head.ticket, reason="it is over, or never was")
-        grant, arena = lease.grant, lease.arena
-        inside = 0 <= head.start < head.end <= grant.num_positions
-        if not inside or not grant.layer_start <= head.layer < grant.layer_end:
-            raise LeaseEnded(ticket=head.ticket, reason=f"layer {head.layer}, [{head.start}, {head.end}) lie outside")
-        _require_generations(arena, grant, head.start, head.end)
-        slots = np.array(grant.slots[head.start : head.end], np.int64)
-        return Serving(
-            arena,
-            arena.shape.offsets(slots, head.layer).tolist(),
-            [arena.shape.cell_nbytes] * len(slots),
-            [int(check) for check in arena.checks[head.layer, slots]],
-        )
-
     def may_map(self, session: Session, region: int, ticket: int, *, write: bool) -> bool:
         """Whether a peer may map a region; the answer is whether it gets a writable descriptor.
 
@@ -556,10 +391,7 @@ class Ledger:
                 raise GrantRefused(ticket=ticket, reason=f"it does not allow writing region {region} here")
             return True
         if found.access is Access.NONE:
-            with self._lock:
-                lease = self._leases.get(ticket)
-            if lease is None or lease.grant.region != region:
-                raise LeaseEnded(ticket=ticket, reason=f"it does not allow reading region {region}")
+            self.reads.require(ticket, region)
         return False
 
     def memory(self, region: int) -> Arena | SharedBuffer:
@@ -577,10 +409,6 @@ class Ledger:
         with self._lock:
             return list(self._grants.values())
 
-    def leases(self) -> list[Lease]:
-        with self._lock:
-            return list(self._leases.values())
-
     def received_bytes(self) -> dict[str, int]:
         """Verified KV bytes that peers have written, by scheme."""
         with self._lock:
@@ -594,33 +422,3 @@ class Ledger:
 def new_ticket() -> int:
     """A ticket that nobody can guess and that is never used twice."""
     return secrets.randbits(63) | 1
-
-
-def _require_generations(arena: Arena, ticket: WriteGrant | ReadGrant, start: int = 0, end: int | None = None) -> None:
-    stop = ticket.num_positions if end is None else end
-    if not 0 <= start < stop <= ticket.num_positions:
-        raise GrantRefused(ticket=ticket.ticket, reason=f"positions [{start}, {stop}) lie outside")
-    slots = ticket.slots[start:stop]
-    current = arena.generations[slots].tolist()
-    granted = ticket.generations[start:stop]
-    if current != granted:
-        slot, found, expected = next(item for item in zip(slots, current, granted, strict=True) if item[1] != item[2])
-        raise StaleGeneration(region=ticket.region, slot=slot, found=found, expected=expected)
-
-
-def _unpack_checks(data: bytes, cells: int, peer: PeerName) -> list[int]:
-    if len(data) != 8 * cells or cells > limits.CELLS_PER_UNIT_MAX:
-        raise FrameRefused(peer=str(peer), reason=f"{len(data)} bytes of checksums for {cells} cells")
-    return [int(check) for check in np.frombuffer(data, "<u8")]
-
-
-def _unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int], list[int]]:
-    runs = head.runs
-    if not runs or len(runs) % 2 or len(runs) > 2 * limits.CELLS_PER_UNIT_MAX:
-        raise FrameRefused(peer=str(peer), reason=f"{len(runs)} numbers of runs")
-    offsets, sizes = runs[0::2], runs[1::2]
-    for offset, size in zip(offsets, sizes, strict=True):
-        check_piece(XferDesc(region=head.region, offset=offset, nbytes=size), nbytes)  # type: ignore[arg-type]
-    if sum(sizes) > limits.UNIT_BYTES_MAX:
-        raise FrameRefused(peer=str(peer), reason=f"a unit of {sum(sizes)} bytes")
-    return offsets, sizes

@@ -86,7 +86,7 @@ def _of_ledger(ledger: Ledger, leases: LeaseKeeper) -> list[InventoryItem]:
             state="live",
             detail=f"{lease.grant.num_positions} slots, {leases.left_ms(lease.grant.ticket)} ms left",
         )
-        for lease in ledger.leases()
+        for lease in ledger.reads.all()
     ]
     return items
 

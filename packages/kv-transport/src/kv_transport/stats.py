@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kv_transport.types import TransferStats
+
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
@@ -47,3 +49,26 @@ class AgentStats:
     notifs_dropped: int = 0
     quarantined_slots: int = 0
     peers: tuple[PeerStats, ...] = ()
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an agent sums up over the transfers that it posted."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    fetched: dict[str, int] = field(default_factory=dict)
+    done: int = 0
+    failed: int = 0
+    retries: int = 0
+    notifs_dropped: int = 0
+
+    def count(self, stats: TransferStats, *, fetched: bool, failed: bool) -> None:
+        """One transfer has ended."""
+        into = self.fetched if fetched else self.sent
+        for scheme, nbytes in stats.transports.items():
+            into[scheme] = into.get(scheme, 0) + nbytes
+        self.retries += stats.retries
+        if failed:
+            self.failed += 1
+        else:
+            self.done += 1

@@ -4,11 +4,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from kv_core.ids import NodeId
-from kv_transport.errors import InvalidDescriptor, XferActive
+from kv_core.ids import NodeId, RegionId
+from kv_transport import limits
+from kv_transport.descriptors import cut_units, split_pieces
+from kv_transport.errors import GrantRefused, InvalidDescriptor, TransferTooLarge, XferActive
 from kv_transport.flow import Flow
-from kv_transport.regions import XferDesc
-from kv_transport.types import TransferPriority, TransferStats, XferOp, XferState
+from kv_transport.regions import RegionTable, XferDesc
+from kv_transport.tickets import RegionInfo
+from kv_transport.types import Access, TransferPriority, TransferStats, XferOp, XferState
+from kv_transport.units import Unit
 
 
 class XferDlist:
@@ -113,3 +117,57 @@ class Xfer:
         if self._flow is not None:
             await self._flow.released()
         self.release()
+
+
+def check_pairs(
+    op: XferOp,
+    mine: Sequence[XferDesc],
+    theirs: Sequence[XferDesc],
+    region_of: Callable[[RegionId], RegionInfo],
+    notif: bytes,
+) -> None:
+    """Whether these pieces can be moved between.
+
+    Args:
+        region_of: what the peer says about a region of its own.
+
+    Raises:
+        InvalidDescriptor: the lists do not fit together, or a read carries a notification.
+        GrantRefused: the peer has not opened that region for this operation.
+        TransferTooLarge: the notification is too long.
+    """
+    if not mine or len(mine) != len(theirs):
+        raise InvalidDescriptor(what="lists", value=[len(mine), len(theirs)], reason="need as many of each, not none")
+    for ours, other in zip(mine, theirs, strict=True):
+        if ours.nbytes != other.nbytes:
+            raise InvalidDescriptor(what="pieces", value=[ours.nbytes, other.nbytes], reason="lengths differ")
+    allowed = (Access.WRITE.value,) if op is XferOp.WRITE else (Access.READ.value, Access.WRITE.value)
+    for region in {desc.region for desc in theirs}:
+        if region_of(region).access not in allowed:
+            raise GrantRefused(ticket=0, reason=f"the peer has not opened region {region} for {op.value}")
+    if op is XferOp.READ and notif:
+        raise InvalidDescriptor(what="notif", value=len(notif), reason="a read tells its peer nothing")
+    check_notif(notif)
+
+
+def check_notif(payload: bytes) -> None:
+    """Raise `TransferTooLarge` for more than one notification holds."""
+    if len(payload) > limits.NOTIF_BYTES_MAX:
+        raise TransferTooLarge(what="notification", size=len(payload), limit=limits.NOTIF_BYTES_MAX)
+
+
+def plain_units(xfer: Xfer, regions: RegionTable, unit_bytes: int) -> list[Unit]:
+    """Units of one local and one remote region each; the last one carries the notification."""
+    groups: dict[tuple[RegionId, RegionId], list[tuple[int, int, int]]] = {}
+    for mine, theirs in zip(xfer.local, xfer.remote, strict=True):
+        groups.setdefault((mine.region, theirs.region), []).append((mine.offset, theirs.offset, mine.nbytes))
+    units = []
+    for (mine_region, their_region), pieces in groups.items():
+        cells = split_pieces(pieces, min(limits.COPY_PIECE_BYTES, unit_bytes))
+        memory = regions.get(mine_region).memory
+        units += [
+            Unit(xfer.op, xfer.priority, int(their_region), memory, cells.part(start, end))
+            for start, end in cut_units(cells.sizes, unit_bytes)
+        ]
+    units[-1].notif = xfer.notif
+    return units

@@ -21,11 +21,11 @@ from kv_transport.errors import (
     GeometryMismatch,
     GrantRefused,
     LeaseEnded,
-    StaleGeneration,
 )
 from kv_transport.frames import Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
 from kv_transport.regions import MappedBuffer
-from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
+from kv_transport.ticket_checks import require_generations
+from kv_transport.tickets import AgentMetadata, ReadGrant
 from kv_transport.types import XferOp
 from kv_transport.units import NonceSource, Unit, remote_shape
 from kv_transport.workers import WorkerPool
@@ -238,15 +238,6 @@ def copy_checks(memory: _Mapping, unit: Unit) -> list[int]:
         crc64(view[offset : offset + size])
         for offset, size in zip(unit.cells.remote.tolist(), unit.cells.sizes.tolist(), strict=True)
     ]
-
-
-def require_generations(memory: ArenaView, ticket: WriteGrant | ReadGrant, start: int, end: int) -> None:
-    """The owner's slots still hold what the ticket is about. Raises `StaleGeneration`."""
-    slots = ticket.slots[start:end]
-    found, granted = memory.generations[slots].tolist(), ticket.generations[start:end]
-    if found != granted:
-        slot, now, then = next(item for item in zip(slots, found, granted, strict=True) if item[1] != item[2])
-        raise StaleGeneration(region=ticket.region, slot=slot, found=now, expected=then)
 
 
 def require_lease(memory: ArenaView, grant: ReadGrant) -> None:

@@ -27,7 +27,7 @@ from kv_transport.frames import (
     pack_checks,
     refusal,
 )
-from kv_transport.ledger import Landing
+from kv_transport.ledger_items import Landing
 from kv_transport.types import PeerName
 
 
@@ -112,7 +112,7 @@ class TcpSession(OwnerSession):
 
     def _read(self, stream: Stream, frame: Read) -> None:
         try:
-            serving = self._around.ledger.serve(self, frame.unit)
+            serving = self._around.ledger.reads.serve(self, frame.unit)
         except KVError as error:
             stream.send(encode(refusal(frame.seq, error)))
             return
