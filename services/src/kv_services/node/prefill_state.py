@@ -279,8 +279,13 @@ class PrefillMachine:
         except NoSpaceError:
             return False
         job.table, job.refs, job.copy = opened.table, list(opened.refs), opened.copy
-        job.plan, job.start, job.committed = plan, opened.num_matched_tokens, num_matched
-        job.local_tokens = opened.num_matched_tokens
+        num_found = opened.num_matched_tokens
+        if num_found == job.num_needed and num_found > num_matched * self._block_size:
+            # A part-filled last block is still to be copied, or sealed under its new generation, and both are done
+            # by computing in it: its last token is computed again.
+            num_found -= 1
+        job.plan, job.start, job.committed = plan, num_found, num_matched
+        job.local_tokens = num_found
         return True
 
     def _pulled(self, event: Pulled) -> list[PrefillEffect]:
