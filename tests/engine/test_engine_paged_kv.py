@@ -9,7 +9,7 @@ from kv_core.block import BlockGeometry, Layout
 from kv_core.dtypes import DType
 from kv_services.engine.elements import encode
 from kv_services.engine.errors import EngineInputError, UnsupportedStoreError
-from kv_services.engine.paged_kv import BufferPagedKV, read_blocks, write_tokens
+from kv_services.engine.paged_kv import BufferPagedKV, plan_reads, read_blocks, write_tokens
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -62,7 +62,7 @@ def test_tokens_go_where_the_block_table_says_and_come_back(
     assert [kv.kv(layer).tobytes() for layer in (0, 1)] == [untouched.kv(layer).tobytes() for layer in (0, 1)]
     first = start // block_size
     out = np.full((2, 2, blocks * block_size, 3), np.nan, dtype=np.float32)
-    read_blocks(kv.kv(1), slots, first, blocks, out)
+    read_blocks(kv.kv(1), plan_reads(slots), first, blocks, out)
     assert np.array_equal(out[:, :, start : start + count], values.transpose(1, 2, 0, 3))
     assert np.isnan(out[:, :, : first * block_size]).all()
 
@@ -76,10 +76,10 @@ def test_neighbouring_slots_and_scattered_ones_read_alike() -> None:
         apart = np.arange(62, -1, -2, dtype=np.intp)
         for slots in (runs, apart):
             out = np.empty((2, 1, 2 * len(slots), 2), dtype=np.float32)
-            read_blocks(kv.kv(0), slots, 0, len(slots), out)
+            read_blocks(kv.kv(0), plan_reads(slots), 0, len(slots), out)
             one = np.empty((2, 1, 2, 2), dtype=np.float32)
             for index, slot in enumerate(slots):
-                read_blocks(kv.kv(0), np.array([slot]), 0, 1, one)
+                read_blocks(kv.kv(0), plan_reads(np.array([slot])), 0, 1, one)
                 assert np.array_equal(out[:, :, 2 * index : 2 * index + 2], one)
 
 

@@ -65,7 +65,7 @@ def test_frequencies_follow_the_probabilities(top_p: float) -> None:
         kept = np.zeros(6)
         kept[head] = weights[head]
         weights = kept / kept.sum()
-    draws = 20_000
+    draws = 8_000
     counts = np.bincount(
         [sample(logits, SamplingParams(0.7, top_p, 11), position).token for position in range(draws)], minlength=6
     )

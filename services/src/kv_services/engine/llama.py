@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_services.engine.elements import encode, rows_fit
 from kv_services.engine.errors import ComputeCancelledError, KVRangeError
@@ -27,7 +26,7 @@ from kv_services.engine.interface import (
     TokenArray,
 )
 from kv_services.engine.llama_math import attention, linear, rms_norm, rope_tables, rotate, swiglu
-from kv_services.engine.paged_kv import read_blocks, write_tokens
+from kv_services.engine.paged_kv import ReadPlan, plan_reads, read_blocks, write_tokens
 from kv_services.engine.stepping import Step, open_span, open_steps
 from kv_services.engine.weights import LayerWeights, Weights
 
@@ -57,18 +56,18 @@ class LlamaModel:
     ) -> None:
         """See `Model.prefill`."""
         span = open_span(self._info, kv, tokens, start, block_table)
-        context = self._context(kv, span.stop)
+        context, reads = self._context(kv, span.stop), plan_reads(span.slots)
         hidden: FloatArray = self._weights.embedding[span.tokens]
         with np.errstate(over="ignore"):
             for layer, weights in enumerate(self._weights.layers):
                 if start:
                     hooks.layer_needed(layer)
-                    read_blocks(kv.kv(layer), span.slots, 0, -(-start // kv.geometry.block_size), context)
+                    read_blocks(kv.kv(layer), reads, 0, -(-start // kv.geometry.block_size), context)
                 for begin, end in span.chunks:
                     if hooks.cancelled():
                         raise ComputeCancelledError(layer=layer, token=begin)
                     rows = hidden[begin - start : end - start]
-                    self._prefill_chunk(kv, layer, weights, rows, begin, span.slots, context, hooks)
+                    self._prefill_chunk(kv, layer, weights, rows, begin, reads, context, hooks)
 
     def _prefill_chunk(
         self,
@@ -77,7 +76,7 @@ class LlamaModel:
         weights: LayerWeights,
         rows: FloatArray,
         begin: int,
-        slots: NDArray[np.intp],
+        reads: ReadPlan,
         context: FloatArray,
         hooks: PrefillHooks,
     ) -> None:
@@ -87,12 +86,12 @@ class LlamaModel:
         if not rows_fit(keys_values, geometry.dtype).all():
             raise KVRangeError(layer=layer, dtype=geometry.dtype.value)
         view = kv.kv(layer)
-        write_tokens(view, slots, begin, encode(keys_values, geometry.dtype))
+        write_tokens(view, reads.slots, begin, encode(keys_values, geometry.dtype))
         first, last = begin // geometry.block_size, -(-end // geometry.block_size)
         hooks.layer_written(layer, first, last)
         if layer + 1 == self._shape.num_layers:
             return  # nothing reads the hidden state of the last layer: the first token comes from `decode`
-        read_blocks(view, slots, first, last, context)
+        read_blocks(view, reads, first, last, context)
         mixed = np.empty((len(rows), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
         attention(queries, context, end, mixed)
         self._finish_layer(weights, rows, mixed)
@@ -124,8 +123,8 @@ class LlamaModel:
                 step.failure = KVRangeError(layer=layer, dtype=geometry.dtype.value)
                 continue
             position = positions[row]
-            write_tokens(view, step.slots, position, encode(keys_values[row : row + 1], geometry.dtype))
-            read_blocks(view, step.slots, 0, len(step.slots), context)
+            write_tokens(view, step.reads.slots, position, encode(keys_values[row : row + 1], geometry.dtype))
+            read_blocks(view, step.reads, 0, len(step.reads.slots), context)
             attention(queries[row : row + 1], context, position + 1, mixed[row : row + 1])
         self._finish_layer(weights, rows, mixed)
         for row, step in enumerate(moving):

@@ -7,7 +7,7 @@ P1: a write touches the tokens it was given and no other byte. P2: a call with i
 anything is written.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,12 +146,32 @@ def write_tokens(view: StoredArray, slots: NDArray[np.intp], start: int, values:
         done += taken
 
 
-def read_blocks(view: StoredArray, slots: NDArray[np.intp], first: int, end: int, out: FloatArray) -> None:
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How a sequence's blocks are gathered; made once, used for every layer.
+
+    Attributes:
+        slots: of the sequence from block 0.
+        runs: `(first block, end block, slot of the first)` of neighbours in the arena, in order.
+    """
+
+    slots: NDArray[np.intp]
+    runs: list[tuple[int, int, int]]
+
+
+def plan_reads(slots: NDArray[np.intp]) -> ReadPlan:
+    """Find the runs of neighbouring slots: each is read by one copy."""
+    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
+    borders = list(zip([0, *breaks], [*breaks, len(slots)], strict=True))
+    return ReadPlan(slots, [(first, end, int(slots[first])) for first, end in borders if first < end])
+
+
+def read_blocks(view: StoredArray, plan: ReadPlan, first: int, end: int, out: FloatArray) -> None:
     """Gather blocks `[first, end)` of a sequence's layer as fp32.
 
     Args:
         view: `PagedKV.kv(layer)`.
-        slots: of the sequence from block 0.
+        plan: of the sequence.
         out: `(2, num_kv_heads, tokens, head_dim)` by position; tokens `[first * size, end * size)` are filled.
     """
     size = view.shape[3]
@@ -159,20 +179,11 @@ def read_blocks(view: StoredArray, slots: NDArray[np.intp], first: int, end: int
     target = (
         out[:, :, first * size : end * size].reshape(planes, heads, end - first, size, dim).transpose(2, 0, 1, 3, 4)
     )
-    wanted = slots[first:end]
-    runs = list(_runs(wanted))
-    if len(runs) > max(8, len(wanted) // 4) and view.dtype != np.float32:
+    if len(plan.runs) > max(8, len(plan.slots) // 4) and view.dtype != np.float32:
         # Scattered slots: one gather costs a temporary, but less than a conversion call for each block.
-        decode_into(view[wanted], target)
+        decode_into(view[plan.slots[first:end]], target)
         return
-    for begin, stop in runs:
-        slot = int(wanted[begin])
-        decode_into(view[slot : slot + stop - begin], target[begin:stop])
-
-
-def _runs(slots: NDArray[np.intp]) -> Iterator[tuple[int, int]]:
-    """Index ranges `[begin, stop)` in which slots follow each other."""
-    if not len(slots):
-        return
-    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
-    yield from zip([0, *breaks], [*breaks, len(slots)], strict=True)
+    for begin, stop, slot in plan.runs:
+        low, high = max(begin, first), min(stop, end)
+        if low < high:
+            decode_into(view[slot + low - begin : slot + high - begin], target[low - first : high - first])

@@ -27,7 +27,7 @@ from kv_services.engine.interface import (
     Stepped,
     TokenArray,
 )
-from kv_services.engine.paged_kv import check_geometry, check_span, check_tokens, slots_of
+from kv_services.engine.paged_kv import ReadPlan, check_geometry, check_span, check_tokens, plan_reads, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Step:
 
     token: int
     position: int
-    slots: NDArray[np.intp]
+    reads: ReadPlan
     layer: int
     hidden: FloatArray
     layer_ready: Callable[[int], bool] | None
@@ -118,7 +118,7 @@ def open_steps(
                 raise EngineInputError(field="parked", value=item.parked.layer, expected="what this model returned")
             layer, hidden = item.parked.layer, item.parked.hidden
         ready = None if item.arrival is None else item.arrival.layer_ready
-        steps.append(Step(item.token, item.position, slots, layer, hidden, ready))
+        steps.append(Step(item.token, item.position, plan_reads(slots), layer, hidden, ready))
     if len(written) < len(batch):
         raise EngineInputError(field="batch", value="one block", expected="each sequence to write a block of its own")
     return steps

@@ -118,10 +118,10 @@ class StubModel:
         return [step.output() for step in steps]
 
     def _decode_layer(self, view: StoredArray, layer: int, step: Step, width: int) -> None:
-        before = _read_state(view, step.slots, step.position - 1, layer) if step.position else _ROOT
+        before = _read_state(view, step.reads.slots, step.position - 1, layer) if step.position else _ROOT
         state = _advance(before, np.array([step.token], dtype=np.intp))
-        _write(view, step.slots, step.position, _token_words(state, layer, width))
-        read = _read_words(view, step.slots, step.position + 1)
+        _write(view, step.reads.slots, step.position, _token_words(state, layer, width))
+        read = _read_words(view, step.reads.slots, step.position + 1)
         step.hidden, step.layer = _to_hidden(_fold(_from_hidden(step.hidden), read, layer)), layer + 1
 
     def digest(self, kv: PagedKV, token: int, position: int, block_table: BlockTable) -> int:
