@@ -130,7 +130,6 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
     assert remarks(GATEWAY + DECODE) == ""
     assert "no gateway" in remarks(DECODE)
     assert "bus_port 40000 of gw is in this machine's ephemeral range" in remarks(GATEWAY.replace("20000", "40000"))
-    assert "bus.curve is off" in remarks("[bus]\ncurve = false\n" + GATEWAY + DECODE)
     assert "chmod 600" in remarks(TENANT + GATEWAY + DECODE)
     file.chmod(0o600)
     assert remarks(TENANT + GATEWAY + DECODE) == ""

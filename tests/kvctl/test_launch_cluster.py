@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from kv_bus.keys import key_path, load_key_pair, read_allow_list
 from kv_core.ids import NodeId
-from kv_services.config import BusSection, ClusterConfig, ClusterSection, NodeConfig, load_config
+from kv_services.config import ClusterConfig, ClusterSection, NodeConfig, load_config
 from kv_services.config_errors import ConfigError
 from kv_services.launch import (
     LocalCluster,
@@ -49,7 +49,7 @@ def dummies(**modes: str) -> Command:
 @pytest.fixture
 def config() -> Iterator[ClusterConfig]:
     with PortReservation() as ports:
-        yield local_config(ports, prefill=1, decode=1, bus=BusSection(curve=False))
+        yield local_config(ports, prefill=1, decode=1)
 
 
 def alive(pid: int) -> bool:
@@ -200,13 +200,12 @@ async def test_a_kept_folder_stays_with_its_logs_and_is_not_counted(config: Clus
 
 KILLED_LAUNCHER = """
 import asyncio, sys, pathlib
-from kv_services.config import BusSection
 from kv_services.launch import LocalCluster, ManagedProcess, PortReservation, local_config
 from tests.kvctl.test_launch_cluster import dummies
 
 async def main():
     with PortReservation() as ports:
-        config = local_config(ports, prefill=1, decode=1, bus=BusSection(curve=False))
+        config = local_config(ports, prefill=1, decode=1)
         async with LocalCluster(config, command=dummies()) as cluster:
             print(cluster.folder, *(cluster.pid(node.id) for node in config.nodes), flush=True)
             await asyncio.sleep(60)
@@ -276,13 +275,12 @@ def test_the_first_ctrl_c_cleans_up_and_the_second_hurries() -> None:
         assert process.wait(10) == 130
 
 
-async def test_with_curve_every_process_finds_its_key_and_the_list_of_all(config: ClusterConfig) -> None:
-    secure = msgspec.structs.replace(config, bus=BusSection())
-    async with LocalCluster(secure, command=dummies()) as cluster:
+async def test_every_process_finds_its_key_and_the_list_of_all(config: ClusterConfig) -> None:
+    async with LocalCluster(config, command=dummies()) as cluster:
         loaded = load_config(cluster.config_file)
         allowed = read_allow_list(loaded.allow_list_path)
-        assert allowed.cluster == secure.cluster.name
-        for node in secure.nodes:
+        assert allowed.cluster == config.cluster.name
+        for node in config.nodes:
             assert allowed.keys[node.node_id] == load_key_pair(loaded.keys_path, node.node_id).public_key
 
 

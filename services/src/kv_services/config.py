@@ -113,18 +113,16 @@ class TransportSection(_Section, frozen=True, kw_only=True):
     allow_ucx: Annotated[
         bool, Meta(description="allow UCX, which has no authentication of its own: trusted fabrics only")
     ] = False
-    window_size: Annotated[int, Meta(ge=1, le=256, description="units in flight per peer")] = 8
+    window_size: Annotated[int, Meta(ge=1, le=64, description="units in flight per peer")] = 8
     unit_bytes: Annotated[
         int, Meta(ge=4096, le=4 << 20, description="most bytes of one unit; a unit never crosses a layer border")
     ] = 1 << 20
     streams: Annotated[int, Meta(ge=1, le=16, description="TCP connections per peer")] = 2
-    lz4: Annotated[bool, Meta(description="offer LZ4 on tcp; units that don't shrink go raw")] = False
 
 
 class BusSection(_Section, frozen=True, kw_only=True):
-    """Messages between nodes and who is alive."""
+    """Who is alive. Messages between nodes are always encrypted and authenticated by CURVE."""
 
-    curve: Annotated[bool, Meta(description="encrypt and authenticate by CURVE, with the keys in state_dir")] = True
     heartbeat_interval_ms: Annotated[int, Meta(ge=10, le=60_000, description="time between heartbeats")] = 250
     suspect_after_ms: Annotated[
         int, Meta(ge=20, le=600_000, description="silence after which a node gets no new work")
@@ -167,7 +165,7 @@ class RoutingSection(_Section, frozen=True, kw_only=True):
 
 
 class TenantConfig(_Section, frozen=True, kw_only=True):
-    """Who may ask, and whose prefixes they see. Without any tenant the gateway asks for no key."""
+    """Who may ask. Tenants never see each other's prefixes. Without any tenant the gateway asks for no key."""
 
     id: Annotated[Name, Meta(description="name of the tenant")]
     api_keys: Annotated[
@@ -177,20 +175,14 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
     salt: Annotated[
         str, Meta(max_length=128, description="kept secret, part of the tenant's namespace beside its id")
     ] = ""
-    pin_quota: Annotated[Bytes, Meta(description="most KV the tenant may keep pinned on one node")] = "0 B"
-    shares_with: Annotated[list[Name], Meta(description="ids of tenants that may read this tenant's prefixes")] = []
 
     def __repr__(self) -> str:
         # Keys and salts are secrets: a config may be logged.
-        return f"TenantConfig(id={self.id!r}, api_keys=<{len(self.api_keys)}>, shares_with={self.shares_with})"
+        return f"TenantConfig(id={self.id!r}, api_keys=<{len(self.api_keys)}>)"
 
     @property
     def tenant_id(self) -> TenantId:
         return TenantId(self.id)
-
-    @property
-    def pin_quota_bytes(self) -> int:
-        return parse_bytes(self.pin_quota)
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
@@ -451,9 +443,6 @@ def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
             other = keys.setdefault(key, where)
             if other != where:
                 yield where, f"expected a key of its own, the same is at {other}"
-        for number, reader in enumerate(tenant.shares_with):
-            if reader not in ids:
-                yield f"{at}.shares_with[{number}]", f"expected the id of a tenant, got {reader!r}"
 
 
 def dump_config(config: ClusterConfig) -> str:

@@ -23,10 +23,6 @@ _TENANT_EXAMPLE: Final = """
 # api_keys = ["put the output of: openssl rand -hex 24"]
 # {tenant_salt}
 # salt = ""
-# {tenant_pin_quota}
-# pin_quota = "0 B"
-# {tenant_shares_with}
-# shares_with = []
 """
 
 
@@ -63,10 +59,6 @@ def remarks_on(config: ClusterConfig, file: Path) -> Iterator[str]:
                     f"{field} {port} of {node.id} is in this machine's ephemeral range (from {low}): an outgoing "
                     "connection may hold it when the process starts"
                 )
-    if not config.bus.curve:
-        yield "bus.curve is off: whoever reaches the ports can join, and read what is said"
-    if config.cluster.allow_remote and not config.bus.curve:
-        yield "and the ports can be reached from other machines"
     secret = config.tenants or config.cluster.operator_keys
     if secret and file.exists() and file.stat().st_mode & 0o077:
         yield f"{file} holds API keys and others can read it: chmod 600 {file}"

@@ -50,8 +50,7 @@ def run(file: Path, node_ids: Sequence[str] | None, command: Command = service_c
     wanted = [config.node(node_id).id for node_id in node_ids or [node.id for node in config.nodes]]
     config.state_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _only_one(config):
-        if config.bus.curve:
-            write_keys(config, wanted)
+        write_keys(config, wanted)
         return run_until_signal(lambda hurry: _foreground(config, file.absolute(), wanted, command, hurry))
 
 

@@ -171,8 +171,7 @@ class LocalCluster:
         self._footprint = Footprint(str(self._folder))
         self.config_file.touch(mode=0o600)  # it may hold API keys
         self.config_file.write_text(dump_config(self.config), encoding="utf-8")
-        if self.config.bus.curve:
-            write_keys(self.config)
+        write_keys(self.config)
         self._group = ProcessGroup(
             self.config,
             self.config_file,
