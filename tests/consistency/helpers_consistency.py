@@ -67,6 +67,7 @@ class Flight:
     sender: NodeId
     receiver: NodeId
     message: ReplicaMessage
+    incarnation: Incarnation
 
 
 IndexKey = tuple[Origin, bytes, Tier, bytes]
@@ -112,6 +113,8 @@ class Cluster:
         self.members: dict[NodeId, Member] = {}
         self.flights: list[Flight] = []
         self.lost = 0
+        self.retired: dict[Origin, int] = {}
+        """How far each retired life was when it was retired."""
         for name in names:
             self.start(name, join=False)
         if join:
@@ -150,20 +153,27 @@ class Cluster:
 
     def step(self, name: str, event: Event) -> list[Effect]:
         member = self.members[node(name)]
+        before = member.manager.vector()
         effects = member.manager.step(event)
+        for origin in before:
+            if member.manager._replica.state.buffer.retired(origin):
+                self.retired[origin] = max(before[origin], self.retired.get(origin, 0))
         self.perform(node(name), effects)
         return effects
 
     def perform(self, name: NodeId, effects: list[Effect]) -> None:
         member = self.members[name]
+        origin = member.manager.origin
         member.given += effects
         for effect in effects:
             match effect:
                 case BroadcastUpdates(batch):
-                    self.flights += [Flight(name, other, batch) for other in self.members if other != name]
+                    self.flights += [
+                        Flight(name, other, batch, origin.incarnation) for other in self.members if other != name
+                    ]
                 case SendTo(peer, message):
                     if peer in self.members:
-                        self.flights.append(Flight(name, peer, message))
+                        self.flights.append(Flight(name, peer, message, origin.incarnation))
                 case ClaimsChanged():
                     member.feed_index(effect)
                 case _:
@@ -191,7 +201,8 @@ class Cluster:
         flight = self.flights[index] if keep else self.flights.pop(index)
         if flight.receiver not in self.members:
             return []
-        return self.step(flight.receiver, Received(self.at(flight.receiver), flight.sender, flight.message))
+        at = self.at(flight.receiver)
+        return self.step(flight.receiver, Received(at, flight.sender, flight.message, flight.incarnation))
 
     def lose(self, which: Callable[[Flight], bool]) -> int:
         """Lose messages; returns how many."""

@@ -30,6 +30,7 @@ class _Peer:
     sent: dict[int, VersionVector] = field(default_factory=dict)
     known_seq: int = 0
     known: VersionVector | None = None
+    over: frozenset[Origin] = frozenset()
 
 
 @dataclass(slots=True)
@@ -85,7 +86,13 @@ class AntiEntropy:
         self._turn = node
 
     def digest_for(
-        self, node: NodeId, vector: VersionVector, stamp: Timestamp, retired: Callable[[Origin], bool], answer: bool
+        self,
+        node: NodeId,
+        vector: VersionVector,
+        stamp: Timestamp,
+        retired: Callable[[Origin], bool],
+        over: list[Origin],
+        answer: bool,
     ) -> SendTo:
         """Our digest for that peer, as a difference to what it last said of itself."""
         peer = self._peers[node]
@@ -96,7 +103,10 @@ class AntiEntropy:
         base = peer.known if peer.known is not None else VersionVector()
         # Of a retired origin everybody has all, so no difference is told whoever still counts it.
         seen = tuple(reach for reach in vector.delta(base) if not retired(reach.origin))
-        return SendTo(node, Digest(peer.seq, peer.known_seq, seen, stamp.wall_ns, stamp.logical, answer))
+        # It may still count or mention a life that we retired: tell it as well.
+        told = (origin for origin in (*base, *sorted(peer.over)) if retired(origin))
+        ended = tuple(dict.fromkeys((*over, *told)))
+        return SendTo(node, Digest(peer.seq, peer.known_seq, seen, stamp.wall_ns, stamp.logical, answer, ended))
 
     def take_digest(self, node: NodeId, digest: Digest) -> VersionVector | None:
         """The vector of the peer; None when it cannot be told from what is kept here (the next one will do)."""
@@ -104,10 +114,15 @@ class AntiEntropy:
         if peer is None:
             return VersionVector.of(digest.seen) if digest.base == 0 else None
         base = VersionVector() if digest.base == 0 else peer.sent.get(digest.base)
-        if base is None or digest.seq <= peer.known_seq:
+        if digest.seq <= peer.known_seq:
+            return None
+        if base is None:
+            # It builds on a digest of ours that is forgotten here. Say ours in full: the next will build on that.
+            peer.known_seq, peer.known = 0, None
             return None
         peer.known_seq = digest.seq
         peer.known = base.updated(digest.seen)
+        peer.over = frozenset(digest.over)
         return peer.known
 
     def known(self, node: NodeId) -> VersionVector | None:
@@ -125,11 +140,13 @@ class AntiEntropy:
             stable = stable.meet(known)
         return stable
 
-    def note_source(self, origin: Origin, peer: NodeId) -> None:
-        """That peer showed that it has more of the origin than we have."""
-        gap = self._gaps.get(origin)
-        if gap is not None:
-            gap.source = peer
+    def agreed_over(self, origin: Origin, applied: int) -> bool:
+        """Whether every member said that this life is over and that it has as much of it as we have. As nobody takes
+        anything from a life that it holds for over, except from members, nobody will ever have more."""
+        return all(
+            peer.known is not None and origin in peer.over and peer.known[origin] == applied
+            for peer in self._peers.values()
+        )
 
     def open_gap(self, origin: Origin, peer: NodeId, now_ns: int) -> None:
         """Something of the origin is missing, and that peer may have it."""

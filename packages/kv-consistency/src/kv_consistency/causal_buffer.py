@@ -90,12 +90,11 @@ class CausalBuffer:
         taken = 0
         if origin not in self._frozen and not self._pending.get(origin):
             taken = self._take_ready(origin, updates, out)
-        if taken < len(updates):
-            for update in updates[taken:]:
-                self._park(origin, update)
-            self._drain([origin], out)
-        elif out:
-            self._drain(self._woken(origin), out)
+        for update in updates[taken:]:
+            self._park(origin, update)
+        woken = self._woken(origin) if out else []
+        if woken or taken < len(updates):
+            self._drain([origin, *woken], out)
         return out
 
     def note_head(self, origin: Origin, n: int) -> None:
@@ -144,6 +143,12 @@ class CausalBuffer:
                 self._unblock(origin)
         self._drain([woken for origin in frozen for woken in (origin, *self._woken(origin))], out)
         return out
+
+    def forget_parked(self, origin: Origin) -> None:
+        """Drop what is parked of an origin; what others applied of it will come again, what nobody applied will not."""
+        self._forget_parked(origin, limits.MAX_DOT)
+        self._unblock(origin)
+        self._heads.pop(origin, None)
 
     def retired(self, origin: Origin) -> bool:
         """Whether this life of a node is over and everybody has all of it."""

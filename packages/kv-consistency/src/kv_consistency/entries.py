@@ -96,13 +96,14 @@ class Outcome(Enum):
 class EntryTable:
     """All entries of one replica."""
 
-    __slots__ = ("_ended", "_entries_max", "_homes", "_shards", "refused", "size")
+    __slots__ = ("_ended", "_entries_max", "_forgotten", "_homes", "_shards", "refused", "size")
 
     def __init__(self, entries_max: int = limits.MAX_ENTRIES) -> None:
         self._entries_max = entries_max
         self._shards: list[dict[RequestId, Row]] = [{} for _ in range(SHARDS)]
         self._homes: dict[Home, Home] = {}
         self._ended: deque[tuple[RequestId, Dot]] = deque()
+        self._forgotten: dict[RequestId, None] = {}
         self.size = 0
         self.refused = 0
 
@@ -151,6 +152,13 @@ class EntryTable:
             if row is not None and row.ended and row.dot == dot:
                 del shard[request_id]
                 self.size -= 1
+                self._forgotten[request_id] = None
+                if len(self._forgotten) > limits.MAX_FORGOTTEN:
+                    del self._forgotten[next(iter(self._forgotten))]
+
+    def forgotten(self, request_id: RequestId) -> bool:
+        """Whether that request was known and ended; true for the last `MAX_FORGOTTEN` of them."""
+        return request_id in self._forgotten
 
     def bury(self, request_id: RequestId) -> None:
         """The owner of a request died: it is over. Every replica does so by itself, so nothing is published."""

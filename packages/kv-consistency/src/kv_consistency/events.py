@@ -80,7 +80,8 @@ class LocalRegister:
 @dataclass(frozen=True, slots=True)
 class LocalOwn:
     """This node (a gateway that holds the client's connection) owns the request from now on; former owners are
-    fenced. With `keep` the registered length stays, else the request begins again at 0."""
+    fenced. With `keep` the registered length stays, else the request begins again at 0. A request that was ended is
+    refused; request ids are never used again."""
 
     at: Instant
     request_id: RequestId
@@ -109,11 +110,15 @@ class LocalRaise:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of `MESSAGES` from that peer, decoded; the bus has checked who sent it."""
+    """A message of `MESSAGES` from that peer, decoded; the bus has checked who sent it.
+
+    `incarnation`: which life of the peer sent it. A bus that refuses messages of former lives need not say.
+    """
 
     at: Instant
     peer: NodeId
     message: ReplicaMessage
+    incarnation: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,9 @@ MAX_CLAIMS_PER_SHELF: Final = 1 << 22
 MAX_ENTRIES: Final = 1 << 21
 """Requests that one replica follows, ended ones included until every member knows that they ended."""
 
+MAX_FORGOTTEN: Final = 1 << 16
+"""Ended requests whose names are remembered after everybody knows that they ended, so that a late writer is told."""
+
 MAX_NODES_PER_ENTRY: Final = 64
 """Storage nodes of one entry."""
 
@@ -96,3 +99,6 @@ GAP_GRACE_NS: Final = 20_000_000
 
 REPLY_TIMEOUT_NS: Final = 1_000_000_000
 """After this an unanswered question goes to another peer."""
+
+RETIRE_AFTER_NS: Final = 10_000_000_000
+"""How long a life that is over is mentioned at least: longer than any message stays under way."""

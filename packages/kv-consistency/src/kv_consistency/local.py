@@ -126,10 +126,12 @@ def on_register(replica: Replica, event: LocalRegister) -> list[Effect]:
 
 
 def on_own(replica: Replica, event: LocalOwn) -> list[Effect]:
-    """Become the owner of a request."""
+    """Become the owner of a request: a new one, another's, or one whose owner is lost."""
     _require_ready(replica)
     replica.require(event.after)
     row = replica.state.entries.get(event.request_id)
+    if replica.state.entries.forgotten(event.request_id) or (row is not None and row.ended and not _lost(replica, row)):
+        raise NotFoundError(request_id=event.request_id)
     number = 1 if row is None else row.home.epoch.number + 1
     kept = row if event.keep and row is not None and not row.ended else None
     if kept is not None and replica.state.purged(kept.home.namespace, kept.purges):
@@ -225,6 +227,8 @@ def _have(replica: Replica, row: Row | None, request_id: RequestId, epoch: Owner
     owner = epoch.owner
     if owner is not None and replica.state.lives.is_over(owner):
         raise FencedError(request_id=request_id, epoch=str(epoch), current="the loss of its owner")
+    if row is None and replica.state.entries.forgotten(request_id):
+        raise NotFoundError(request_id=request_id)
     if row is None or epoch > row.home.epoch:
         if row is None and replica.state.entries.full:
             size = replica.state.entries.size
@@ -235,6 +239,12 @@ def _have(replica: Replica, row: Row | None, request_id: RequestId, epoch: Owner
     if row.ended:
         raise NotFoundError(request_id=request_id)
     return 0 if replica.state.purged(row.home.namespace, row.purges) else row.seq_len
+
+
+def _lost(replica: Replica, row: Row) -> bool:
+    """Whether the request is over only because its owner is lost; another may take it then."""
+    owner = row.home.epoch.owner
+    return owner is not None and replica.state.lives.is_over(owner)
 
 
 def _life(replica: Replica, node: NodeId) -> Origin:

@@ -32,7 +32,7 @@ from kv_consistency.events import (
     Tick,
     WaitFor,
 )
-from kv_consistency.hlc import ClockStats, Timestamp
+from kv_consistency.hlc import ClockStats, HybridLogicalClock, Timestamp
 from kv_consistency.messages import RaiseCount
 from kv_consistency.replica import DEFAULT_CONFIG, Replica, ReplicaConfig
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Tier
@@ -139,6 +139,11 @@ class KvCacheConsistencyManager:
     def origin(self) -> Origin:
         """This life of this node."""
         return self._replica.origin
+
+    @property
+    def clock(self) -> HybridLogicalClock:
+        """The process's one clock, for stamping what is no update (bus envelopes): tick and merge it, nothing else."""
+        return self._replica.clock
 
     @property
     def ready(self) -> bool:

@@ -24,6 +24,7 @@ from kv_consistency.update import (
 from kv_consistency.version_vector import Dot, Origin, Seen
 from kv_core.wire import Message
 
+Origins = Annotated[tuple[Origin, ...], Meta(max_length=limits.MAX_ORIGINS)]
 Cursor = Annotated[bytes, Meta(max_length=1024)]
 Updates = Annotated[tuple[Update, ...], Meta(max_length=limits.MAX_UPDATES_PER_BATCH)]
 META_BYTES: Final = 16
@@ -50,6 +51,7 @@ class Digest(Message, frozen=True, tag="consistency.digest"):
         base: the digest of the receiver against which `seen` is a difference; 0: `seen` is the whole vector.
         seen: the sender's vector, or the difference.
         answer: sent because one was received; it is not answered again.
+        over: lives that are over and that the receiver may still count.
     """
 
     seq: Count
@@ -58,6 +60,7 @@ class Digest(Message, frozen=True, tag="consistency.digest"):
     wall_ns: Count
     logical: Count
     answer: bool = False
+    over: Origins = ()
 
 
 class RangeRequest(Message, frozen=True, tag="consistency.range_request"):
@@ -96,7 +99,7 @@ class SyncRequest(Message, frozen=True, tag="consistency.sync_request"):
 
     session: Count
     have: Seen
-    snapshots: Annotated[tuple[Origin, ...], Meta(max_length=limits.MAX_ORIGINS)] = ()
+    snapshots: Origins = ()
     cursor: Cursor = b""
 
 
@@ -149,6 +152,7 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
         snapshots: on the first page: the origins whose claims will be sent, because no log reaches back to what the
             requester has, each with the dot at which the pages begin.
         floors: on the first page: nodes whose lives below that incarnation are over and forgotten.
+        over: on the first page: lives that are over and not forgotten yet.
         ready: False: the sender is new itself and has nothing to give.
     """
 
@@ -159,7 +163,8 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
     logical: Count
     vector: Seen = ()
     snapshots: Seen = ()
-    floors: Annotated[tuple[Origin, ...], Meta(max_length=limits.MAX_ORIGINS)] = ()
+    floors: Origins = ()
+    over: Origins = ()
     raises: tuple[RaiseCount, ...] = ()
     entries: tuple[EntryRow, ...] = ()
     claims: tuple[ClaimPage, ...] = ()

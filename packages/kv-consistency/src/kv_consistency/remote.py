@@ -36,11 +36,14 @@ _UPKEEP_INTERVAL_NS = 1_000_000_000
 def on_received(replica: Replica, event: Received) -> list[Effect]:
     """A message of a peer."""
     out: list[Effect] = []
+    if event.incarnation is not None and replica.state.lives.is_over(Origin(event.peer, event.incarnation)):
+        return out
     match event.message:
         case UpdateBatch() as batch:
             if batch.origin.node != event.peer:
                 raise MalformedUpdateError(what="update batch", peer=event.peer, reason=f"it is of {batch.origin}")
-            _take_updates(replica, event, batch.origin, batch.updates, batch.head, out)
+            if not replica.state.lives.is_over(batch.origin):
+                _take_updates(replica, event, batch.origin, batch.updates, batch.head, out)
         case RangeReply() as reply:
             _take_range(replica, event, reply, out)
         case Digest() as digest:
@@ -79,14 +82,8 @@ def on_died(replica: Replica, event: PeerDied) -> list[Effect]:
     """A life is over."""
     out: list[Effect] = []
     origin = Origin(event.node, event.incarnation)
-    if origin.node == replica.origin.node:
-        if origin.incarnation >= replica.origin.incarnation:
-            replica.fence(event.incarnation, out)
-        return out
     changes = Changes(event.at.now_ns)
-    _meet(replica, origin, changes, out)
-    if replica.state.lives.died(origin):
-        _end_life(replica, origin, changes, out, event.at)
+    _bury(replica, origin, event.at, changes, out)
     replica.settle(changes, out)
     return out
 
@@ -171,6 +168,9 @@ def _take_updates(
             # Somebody else issues under our name: a second process with this incarnation.
             replica.fence(origin.incarnation, out)
         return
+    if state.lives.is_over(origin) and event.peer not in state.lives.members:
+        # Only from members: then what they agree upon is all there will ever be.
+        return
     if buffer.retired(origin):
         return
     if not buffer.knows(origin) and buffer.num_origins() >= limits.MAX_ORIGINS:
@@ -220,12 +220,16 @@ def _take_range(replica: Replica, event: Received, reply: RangeReply, out: list[
 def _take_digest(replica: Replica, event: Received, digest: Digest, out: list[Effect]) -> None:
     if not _follow_clock(replica, Timestamp(digest.wall_ns, digest.logical, event.peer), event.at, out):
         return
+    changes = Changes(event.at.now_ns)
+    for origin in digest.over:
+        _bury(replica, origin, event.at, changes, out)
     vector = replica.anti_entropy.take_digest(event.peer, digest)
     if vector is not None:
         _learn_heads(replica, vector, event.peer, event.at.now_ns, out)
         out += replica.anti_entropy.requests(replica.state.buffer, replica.origin, event.at.now_ns)
     if not digest.answer and event.peer in replica.anti_entropy.peers():
         out.append(_digest(replica, event.peer, event.at, answer=True))
+    replica.settle(changes, out)
 
 
 def _learn_heads(replica: Replica, vector: VersionVector, peer: NodeId, now_ns: int, out: list[Effect]) -> None:
@@ -263,6 +267,11 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
     if not _follow_clock(replica, stamp, event.at, out, joining=not replica.ready):
         return
     changes = Changes(event.at.now_ns)
+    for origin in page.over:
+        _bury(replica, origin, event.at, changes, out)
+    if replica.session is None:
+        replica.settle(changes, out)  # the peer says that it is over itself
+        return
     session.take(page, replica.state, changes)
     session.deadline_ns = event.at.now_ns + replica.config.reply_timeout_ns
     for reach in page.vector:
@@ -316,14 +325,26 @@ def _abandon(replica: Replica, changes: Changes, out: list[Effect]) -> None:
 
 def _meet(replica: Replica, origin: Origin, changes: Changes, out: list[Effect]) -> None:
     """An origin was heard of: a life before it is over."""
-    former = replica.state.lives.seen(origin)
+    former = replica.state.lives.seen(origin, changes.now_ns)
     if former is not None:
         _end_life(replica, former, changes, out, None)
+
+
+def _bury(replica: Replica, origin: Origin, at: Instant, changes: Changes, out: list[Effect]) -> None:
+    """Membership, or a peer that membership told, says that this life is over."""
+    if origin.node == replica.origin.node:
+        if origin.incarnation >= replica.origin.incarnation:
+            replica.fence(origin.incarnation, out)
+            return
+    _meet(replica, origin, changes, out)
+    if replica.state.lives.died(origin, changes.now_ns):
+        _end_life(replica, origin, changes, out, at)
 
 
 def _end_life(replica: Replica, origin: Origin, changes: Changes, out: list[Effect], at: Instant | None) -> None:
     """Nothing that life claimed is readable; who waits for what it alone had is told."""
     replica.state.claims.drop_holder(origin, changes.claims)
+    replica.state.buffer.forget_parked(origin)
     replica.anti_entropy.remove_peer(origin)
     replica.new_peers.discard(origin.node)
     replica.ahead.discard(origin.node)
@@ -366,7 +387,8 @@ def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Eff
 
 def _digest(replica: Replica, peer: NodeId, at: Instant, answer: bool) -> SendTo:
     buffer = replica.state.buffer
-    return replica.anti_entropy.digest_for(peer, buffer.vector(), replica.clock.last, buffer.retired, answer)
+    over = replica.state.lives.over()
+    return replica.anti_entropy.digest_for(peer, buffer.vector(), replica.clock.last, buffer.retired, over, answer)
 
 
 def _compare(replica: Replica, at: Instant, out: list[Effect]) -> None:
@@ -401,8 +423,9 @@ def _upkeep(replica: Replica, changes: Changes) -> None:
         return
     state.log.cut_stable(stable)
     state.entries.collect(stable)
-    for origin in vector:
-        if state.lives.is_over(origin) and stable[origin] == vector[origin]:
-            older = [o for o in vector if o.node == origin.node and o.incarnation < origin.incarnation]
-            if not older:
-                state.retire(Origin(origin.node, Incarnation(origin.incarnation + 1)), changes)
+    for origin in state.lives.over():
+        if changes.now_ns - state.lives.over_since(origin) < replica.config.retire_after_ns:
+            continue
+        older = any(other.node == origin.node and other < origin for other in state.lives.over())
+        if not older and replica.anti_entropy.agreed_over(origin, vector[origin]):
+            state.retire(Origin(origin.node, Incarnation(origin.incarnation + 1)), changes)

@@ -65,6 +65,7 @@ class ReplicaConfig:
     digest_interval_ns: int = limits.DIGEST_INTERVAL_NS
     gap_grace_ns: int = limits.GAP_GRACE_NS
     reply_timeout_ns: int = limits.REPLY_TIMEOUT_NS
+    retire_after_ns: int = limits.RETIRE_AFTER_NS
     reply_bytes_max: int = limits.MAX_REPLY_BYTES
     log_bytes_max: int = limits.MAX_LOG_BYTES
     entries_max: int = limits.MAX_ENTRIES

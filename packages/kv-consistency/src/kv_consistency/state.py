@@ -60,7 +60,7 @@ class State:
         self.scopes = ScopeTable(raises)
         self.entries = EntryTable(entries_max)
         self.lives = Lives()
-        self.lives.seen(origin)
+        self.lives.seen(origin, 0)
         self.owed: dict[Origin, int] = {}
         """Purges applied since our last update: our next one depends on them."""
         self.replayed: dict[Origin, int] = {}
@@ -147,7 +147,7 @@ class State:
 
     def retire(self, floor: Origin, changes: Changes) -> None:
         """Lives of that node below that incarnation are over and everybody has all of them: follow them no longer."""
-        self.lives.retired(floor.node, floor.incarnation)
+        self.lives.retire(floor.node, floor.incarnation)
         gone, woken = self.buffer.retire(floor.node, floor.incarnation)
         for origin in gone:
             self.log.forget(origin)

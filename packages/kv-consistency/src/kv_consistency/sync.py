@@ -74,6 +74,7 @@ def make_page(state: State, request: SyncRequest, stamp: Timestamp, bytes_max: i
         vector=state.buffer.vector().to_wire() if first or cursor_next is None else (),
         snapshots=snapshots,
         floors=state.buffer.floors() if first else (),
+        over=tuple(state.lives.over()) if first else (),
         raises=tuple(writer.raises),
         entries=tuple(writer.entries),
         claims=tuple(writer.claims),
