@@ -55,13 +55,19 @@ _Key = tuple[RequestId, int]
 
 
 class _Arriving:
-    """One open hand-over at the receiver: its transfer, and what the sender says the checksum is."""
+    """One hand-over at the receiver: its transfer, and what the sender says the checksum is.
+
+    It is kept until it is over and its request is retired: the machine still speaks of it after it was over here and
+    before the event that says so had its turn.
+    """
 
     def __init__(self, inbound: Inbound, slots: tuple[int, ...]) -> None:
         self.inbound = inbound
         self.slots = slots
         self.checksum: asyncio.Future[Request[HandoverDone]] = asyncio.get_running_loop().create_future()
         self.closing = False
+        self.over = False
+        self.retired = False
 
     def answer(self, outcome: HandoverAccepted | KVError) -> None:
         """Tell the sender, if it has asked."""
@@ -133,7 +139,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
 
     async def _on_handover_done(self, request: Request[HandoverDone]) -> Reply:
         arriving = self._arriving.get(_key(request.message))
-        if arriving is None or arriving.closing or arriving.checksum.done():
+        if arriving is None or arriving.closing or arriving.over or arriving.checksum.done():
             message = request.message
             raise UnknownRequestError(node=self._ctx.node_id, request_id=message.request_id, epoch=message.epoch)
         arriving.checksum.set_result(request)
@@ -185,6 +191,10 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 stop = self._stops.get((request_id, epoch))
                 if stop is not None:
                     stop.set()
+                arrived = self._arriving.get((request_id, epoch))
+                if arrived is not None:
+                    arrived.retired = True
+                    self._forget(request_id, epoch, arrived)
             case NotePreempted(request_id, epoch):
                 _log.info("request preempted request=%s epoch=%d", request_id, epoch)
                 self._ctx.metrics.preemptions.inc()
@@ -221,7 +231,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             if not arriving.closing:
                 raise
         await arriving.inbound.released()
-        del self._arriving[request_id, epoch]
+        arriving.over = True
+        self._forget(request_id, epoch, arriving)
         unsealed = self._unsealed.pop((request_id, epoch), None)
         if arriving.closing or result is None:
             ended = UnknownRequestError(node=self._ctx.node_id, request_id=request_id, epoch=epoch)
@@ -237,6 +248,10 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         if unsealed is not None:
             await asyncio.shield(self._ctx.compute.run(partial(self._ctx.arena.seal_block, unsealed)))
         return HandoverVerified(request_id, epoch)
+
+    def _forget(self, request_id: RequestId, epoch: int, arriving: _Arriving) -> None:
+        if arriving.over and arriving.retired:
+            del self._arriving[request_id, epoch]
 
     async def _take_in(self, request_id: RequestId, epoch: int, arriving: _Arriving) -> TransferStats:
         """Follow the layers as they come, then compare the checksum over all of them."""
@@ -307,7 +322,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         for item, outcome in zip(items, outcomes, strict=True):
             if item.arriving and isinstance(outcome.result, OutputToken) and fills_block(item, size):
                 key, slot = (item.request_id, item.epoch), item.slots[item.position // size]
-                if key in self._arriving:
+                arriving = self._arriving.get(key)
+                if arriving is not None and not arriving.over:
                     self._unsealed[key] = slot
                 else:
                     await asyncio.shield(self._ctx.compute.run(partial(self._ctx.arena.seal_block, slot)))
