@@ -42,9 +42,10 @@ class GrantProgress:
             GrantRefused: outside the grant, or another unit is being written there.
         """
         index = layer - self._layer_start
-        span = span_mask(start, end)
-        if not 0 <= index < len(self._verified) or start < 0 or start >= end or span & ~self._full:
+        inside = 0 <= start < end <= self._full.bit_length() and 0 <= index < len(self._verified)
+        if not inside:
             raise GrantRefused(ticket=0, reason=f"layer {layer}, positions [{start}, {end}) lie outside")
+        span = span_mask(start, end)
         if self._landing[index] & span:
             raise GrantRefused(ticket=0, reason=f"layer {layer}, positions [{start}, {end}) are being written")
         fresh = span & ~self._verified[index]

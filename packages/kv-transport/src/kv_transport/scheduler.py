@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from kv_transport import limits
-from kv_transport.errors import InvalidTransition, TransferTooLarge
+from kv_transport.errors import InvalidDescriptor, InvalidTransition, TransferTooLarge
 from kv_transport.types import TransferPriority
 
 AGEING_PICKS: Final = 16
@@ -61,9 +61,14 @@ class _Class:
 
 
 class Scheduler:
-    """Units are named by the caller's integers."""
+    """Units are named by the caller's integers.
+
+    `ageing` is at least 2: with 1, two starved classes could hold up the urgent one for longer than S3 says.
+    """
 
     def __init__(self, window: int = limits.WINDOW_SIZE, ageing: int = AGEING_PICKS) -> None:
+        if window < 1 or ageing < 2:
+            raise InvalidDescriptor(what="window and ageing", value=[window, ageing], reason="at least 1 and 2")
         self._window = window
         self._ageing = ageing
         self._classes = {priority: _Class() for priority in TransferPriority}

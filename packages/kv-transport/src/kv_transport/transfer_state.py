@@ -209,6 +209,7 @@ class Transfer:
         match event:
             case Landed(unit):
                 self._move(unit, _Unit.FLYING, _Unit.DONE, event)
+                self._done += 1
             case Bounced(unit, _, _):
                 self._move(unit, _Unit.FLYING, _Unit.PARKED, event)
             case BackoffOver() | LinkGone() | LinkBack() | Stopped():
