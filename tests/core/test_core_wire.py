@@ -65,6 +65,11 @@ class Everything(Message, frozen=True, tag=7):
     limited: Annotated[int, msgspec.Meta(ge=0, le=9)] = 0
 
 
+class Texts(Message, frozen=True, tag="texts"):
+    texts: tuple[str, ...]
+    numbers: dict[str, int]
+
+
 REGISTRY = Registry(Ping, Everything)
 
 pings = st.builds(Ping, st.integers(limits.MIN_INT64, limits.MAX_UINT64), st.binary(max_size=200))
@@ -195,15 +200,34 @@ def test_a_class_that_shares_a_tag_is_not_taken_for_the_other() -> None:
         Envelope(NodeId("n"), Incarnation(-1), Incarnation(0), 0, 0, 0, 0, Ping(1)),
         Envelope(NodeId("n"), Incarnation(0), Incarnation(-1), 0, 0, 0, 0, Ping(1)),
         Envelope(NodeId("n"), Incarnation(0), Incarnation(0), 0, 0, -1, 0, Ping(1)),
+        Envelope(NodeId("n"), Incarnation(0), Incarnation(0), -1, 0, 0, 0, Ping(1)),
+        Envelope(NodeId("n"), Incarnation(0), Incarnation(0), 0, 1 << 32, 0, 0, Ping(1)),
+        Envelope(NodeId(""), Incarnation(0), Incarnation(0), 0, 0, 0, 0, Ping(1)),
+        envelope(Texts(("x" * (limits.MAX_STRING_BYTES + 1),), {})),
+        envelope(Texts(("",) * (limits.MAX_ARRAY_LENGTH + 1), {})),
+        envelope(Texts((), {str(i): 0 for i in range(limits.MAX_MAP_LENGTH + 1)})),
         envelope(ErrorReply(1, {"x": float("nan")})),
         envelope(ErrorReply(1, {"x": object()})),
         envelope(Ping(1, b"x" * (limits.MAX_MESSAGE_BYTES + 1))),
     ],
-    ids=["2**64", "-2**63-1", "deadline", "sender life", "target life", "correlation", "nan", "object", "too large"],
+    ids=[
+        *("2**64", "-2**63-1", "deadline", "sender life", "target life", "correlation", "wall", "logical", "no sender"),
+        *("text", "list", "map", "nan", "object", "too large"),
+    ],
 )
 def test_what_a_peer_would_refuse_is_not_sent(sent: Envelope) -> None:
     with pytest.raises(UnencodableMessageError):
-        encode(sent, REGISTRY)
+        encode(sent, Registry(Ping, Texts))
+
+
+def test_what_just_fits_is_sent() -> None:
+    registry = Registry(Texts)
+    for body in (
+        Texts(("x" * limits.MAX_STRING_BYTES,), {}),
+        Texts(("",) * limits.MAX_ARRAY_LENGTH, {}),
+        Texts((), {str(i): 0 for i in range(limits.MAX_MAP_LENGTH)}),
+    ):
+        assert decode(encode(envelope(body), registry), registry).body == body
 
 
 def test_nesting_beyond_the_limit_is_not_sent() -> None:

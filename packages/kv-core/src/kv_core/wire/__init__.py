@@ -20,7 +20,8 @@ retype one, never reuse a type's tag. A peer that is older skips what it does no
 what is missing with the defaults. What cannot be said within these rules needs a new type, or a new `WIRE_VERSION`.
 
 W1: whatever bytes arrive, `decode` returns a valid envelope or raises a `WireError`. W2: `decode(encode(e)) == e`.
-W3: what `encode` gives out, a peer with the same registry accepts.
+W3: what `encode` gives out is within every limit of the wire; only bounds of single fields can still be the peer's to
+refuse.
 """
 
 from kv_core.wire.envelope import WIRE_VERSION, Envelope, decode, encode

@@ -29,7 +29,6 @@ WIRE_VERSION: Final = 1
 """Raised when a change cannot be said within the rules of evolution. 1: the first."""
 
 _Uint = Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_INT64)]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=WIRE_VERSION):
@@ -57,6 +56,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=WIRE_
 
 _ENVELOPE_LENGTH: Final = 1 + len(Envelope.__struct_fields__)
 _BODY: Final = _ENVELOPE_LENGTH - 1
+_SURE_NBYTES: Final = 2 * limits.MAX_MAP_LENGTH
+"""No text, list or map in a message of this size can be beyond its limit."""
+
 _BYTES: Final = (bytes,)
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
@@ -66,8 +68,9 @@ def encode(envelope: Envelope, registry: Registry, max_bytes: int = limits.MAX_M
 
     Raises:
         UnregisteredMessageError: the body's class is not in the registry.
-        UnencodableMessageError: a value that the wire cannot hold (NaN, an integer beyond 64 bits, a negative time), or
-            more than `max_bytes`.
+        UnencodableMessageError: a value that the wire cannot hold (NaN, an integer beyond 64 bits, a negative time, a
+            text, list or map beyond its limit), or more than `max_bytes`. Bounds of single fields are the peer's to
+            check.
     """
     body = envelope.body
     entry = registry.by_class.get(type(body))
@@ -78,15 +81,18 @@ def encode(envelope: Envelope, registry: Registry, max_bytes: int = limits.MAX_M
         or envelope.correlation_id < 0
         or envelope.target_incarnation < 0
         or envelope.sender_incarnation < 0
+        or envelope.wall_ns < 0
+        or not 0 <= envelope.logical <= limits.MAX_UINT32
+        or not envelope.sender
     ):
-        raise UnencodableMessageError(type=entry.tag, reason=f"a negative number in its envelope {envelope!r:.200}")
+        raise UnencodableMessageError(type=entry.tag, reason="a negative number or no sender in its envelope")
     try:
         data: bytes = _ENCODE(envelope)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UnencodableMessageError(type=entry.tag, reason=str(error)) from None
     if len(data) > max_bytes:
         raise UnencodableMessageError(type=entry.tag, reason=f"{len(data)} bytes, the limit is {max_bytes}")
-    if entry.walk:
+    if entry.walk or len(data) > _SURE_NBYTES:
         _check_own(data, entry)
     return data
 
@@ -178,8 +184,12 @@ def _fault(value: object, depth: int) -> str:
 
 
 def _check_own(data: bytes, entry: Entry) -> None:
-    frame = _unpack(data)
-    reason = _fault(frame[_BODY], 1) if type(frame) is list else "not an envelope"
+    """Read what was written as a peer would, as far as limits, NaN and depth go."""
+    try:
+        frame = _unpack(data)
+        reason = _fault(frame[_BODY], 1) if entry.walk and type(frame) is list else ""
+    except MalformedMessageError as error:
+        reason = str(error)
     if reason:
         raise UnencodableMessageError(type=entry.tag, reason=reason)
 
