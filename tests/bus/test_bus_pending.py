@@ -18,7 +18,7 @@ class PendingAgainstDict(RuleBasedStateMachine):
         self.oracle: dict[int, int] = {}
         self.now = 0
 
-    @rule(call_id=st.integers(1, 30), wait=st.integers(0, 50))
+    @rule(call_id=st.integers(1, 6), wait=st.integers(0, 50))
     def add(self, call_id: int, wait: int) -> None:
         if call_id in self.oracle:
             with pytest.raises(LocalProtocolError):
@@ -27,7 +27,7 @@ class PendingAgainstDict(RuleBasedStateMachine):
         self.table.add(call_id, self.now + wait, str(call_id))
         self.oracle[call_id] = self.now + wait
 
-    @rule(call_id=st.integers(1, 30), answered=st.booleans())
+    @rule(call_id=st.integers(1, 6), answered=st.booleans())
     def leave(self, call_id: int, answered: bool) -> None:
         found = self.table.resolve(call_id) if answered else self.table.remove(call_id)
         assert found == (str(call_id) if self.oracle.pop(call_id, None) is not None else None)
@@ -42,7 +42,7 @@ class PendingAgainstDict(RuleBasedStateMachine):
         for call_id in due:
             del self.oracle[call_id]
 
-    @precondition(lambda self: len(self.oracle) > 20)
+    @precondition(lambda self: len(self.oracle) > 4)
     @rule()
     def take_all(self) -> None:
         assert [call_id for call_id, _ in self.table.take_all()] == list(self.oracle)
@@ -52,6 +52,10 @@ class PendingAgainstDict(RuleBasedStateMachine):
     def they_agree(self) -> None:
         self.table.check()
         assert {call_id: at for call_id, at, _ in self.table.entries()} == self.oracle
+
+    @rule()
+    def next_deadline(self) -> None:
+        # A rule, not part of the invariant: looking at it sweeps deadlines of entries that left.
         assert self.table.next_deadline_ns() == (min(self.oracle.values()) if self.oracle else None)
 
 

@@ -327,7 +327,7 @@ class Calls:
             waited_ms = (call.deadline_ns - call.started_ns) // MS
             error = BusTimeout(node=link.node_id, message=name, waited_ms=waited_ms)
         else:
-            cause = link.last_cause or f"link is {link.state.value}"
+            cause = "it takes no more messages" if link.blocked else link.last_cause or f"link is {link.state.value}"
             error = PeerUnreachable(node=link.node_id, message=name, cause=cause)
         self._local.guard(call.on_outcome, error)
 
