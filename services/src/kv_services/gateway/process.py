@@ -7,9 +7,11 @@ from kv_bus.supervisor import ChildSpec
 from kv_prefix.placement import make_placement_policy
 from kv_services.config import Role
 from kv_services.engine.load import EngineSpec, open_text
+from kv_services.errors import RequestTooLargeError
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.admission import RequestLimits, ServedModel
 from kv_services.gateway.completer import RequestRecord
+from kv_services.gateway.errors import HttpFault, register_fault
 from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.placing import Placer
@@ -49,6 +51,8 @@ def build(base: Base) -> list[ChildSpec]:
     Raises:
         KVError: the weights' tokeniser is not to be had, or the address may not be served without keys.
     """
+    # What fits no node is the client's fault, as what does not fit the model is.
+    register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
     base.serves(config.model.id, info.weights_revision)
