@@ -3,8 +3,8 @@
 X1: it is made by a hand-shake that meets the network's delays and cuts; one that fails is tried again after a growing
     pause. A node that is not there, or is silent, is `lost`; one that does not admit us `refused`, and then nothing is
     tried before `reconnect()`.
-X2: it breaks when the other side goes, at the latest when a frame reaches the place where it was; a cut that lasts
-    breaks it by heartbeat.
+X2: it breaks when the other side goes, at the latest when a frame reaches the place where it was, or by heartbeat,
+    which also ends it when a cut lasts.
 X3: what comes back on it counts only while it is the same connection.
 """
 
@@ -134,6 +134,7 @@ class Connection:
         self._remote = remote
         self.route = self._network.next_route()
         remote.accepted[self.route] = self
+        self._arm_heartbeat()
         self._owner.made(remote)
 
     def _absent(self, attempt: int) -> None:
@@ -167,15 +168,24 @@ class Connection:
         self._try()
 
     def _met_cut(self) -> None:
-        if self._heartbeat is None and self._remote is not None:
-            delay_s = HEARTBEAT_TIMEOUT_MS / 1e3
-            self._heartbeat = asyncio.get_running_loop().call_later(delay_s, self._missed)
+        if self._remote is not None:
+            self._arm_heartbeat()
 
-    def _missed(self) -> None:
+    def _arm_heartbeat(self) -> None:
+        if self._heartbeat is None:
+            delay_s = HEARTBEAT_TIMEOUT_MS / 1e3
+            self._heartbeat = asyncio.get_running_loop().call_later(delay_s, self._judge_heartbeat)
+
+    def _judge_heartbeat(self) -> None:
+        """A connection on which we only listen sends nothing that could meet a cut or a place where nobody is."""
         self._heartbeat = None
-        faults, here = self._network.faults, self._carrier.node_id
-        if faults.is_cut(here, self._peer) or faults.is_cut(self._peer, here):
+        faults, here, remote = self._network.faults, self._carrier.node_id, self._remote
+        if remote is None:
+            return
+        if not remote.is_open or faults.is_cut(here, self._peer) or faults.is_cut(self._peer, here):
             self.broke("heartbeat missed")
+        else:
+            self._arm_heartbeat()
 
     def _drop(self) -> None:
         self._attempt += 1
