@@ -365,6 +365,10 @@ class KvCacheConsistencyManager:
         """What is applied here."""
         return self._replica.state.buffer.vector()
 
+    def is_over(self, origin: Origin) -> bool:
+        """Whether this replica knows that life of a node to be over, from its own membership or from a peer's."""
+        return self._replica.state.lives.is_over(origin)
+
     def lag(self) -> dict[Origin, int]:
         """Replication lag in versions: for each living origin, its updates known to exist and not applied here."""
         state = self._replica.state
