@@ -11,6 +11,8 @@ PIP    := $(BIN)/pip --quiet --disable-pip-version-check --no-input
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+SEED        ?= 1
+SEEDS       ?= 1
 
 .DEFAULT_GOAL := help
 
@@ -45,6 +47,9 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
+sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
+	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
+
 docs: setup ## Write the reference pages of the manual from the code, then check every link
 	@$(BIN)/python -m docs.reference
 	@$(BIN)/python -m tests.docs_links
@@ -55,4 +60,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test check bench sim docs clean

@@ -70,3 +70,10 @@ class NoKVRoleError(NodeError):
 
     code = 7029
     template = "{node} is a {role} node and does not {work}"
+
+
+class LifeOverError(KVError):
+    """The cluster declared this life of the process over while it was silent; a new one must begin."""
+
+    code = 7043
+    template = "{by} declared this life of {node} over (incarnation {incarnation})"

@@ -113,6 +113,13 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     compatibility: Compatibility | None = None
 
 
+class LifeIsOver(Message, frozen=True, tag="life_is_over"):
+    """To a process that is still heard of after it was declared dead, or replaced: this life of yours has ended. Its
+    claims are gone here, so it must begin a new one."""
+
+    incarnation: Count
+
+
 class IntroduceAgent(Message, frozen=True, tag="introduce_agent"):
     """Here is how to reach my arena; the reply is the peer's own. Travels on the authenticated bus only."""
 
@@ -265,6 +272,7 @@ class ReleaseLease(Message, frozen=True, tag="release_lease"):
 
 ROLE_MESSAGES: tuple[type[Message], ...] = (
     Heartbeat,
+    LifeIsOver,
     IntroduceAgent,
     AgentIntroduced,
     ReserveDecode,

@@ -15,6 +15,7 @@ from typing import Final
 
 import uvloop
 
+from kv_bus.errors import ChildGaveUp
 from kv_bus.interface import Bus, PeerAddress
 from kv_bus.keys import AllowListFile, load_key_pair
 from kv_bus.lag import LoopLagProbe
@@ -34,11 +35,12 @@ from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
-from kv_services.replica.service import ReplicaService, ReplicaStamper
+from kv_services.replica.service import ReplicaService, ReplicaStamper, wait_out
 from kv_services.side_http import SideHttp
 from kv_services.status_report import SlotCounts, StatusReport, encode_status
 
-CLOCK_HORIZON_NS: Final = 10_000_000_000
+CLOCK_HORIZON_NS: Final = 2_000_000_000
+"""How far ahead the clock's bound is kept on disk: one small write a second, and the longest that a restart waits."""
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a computing thread may keep the interpreter from the loop: a tenth of the default."""
@@ -62,6 +64,7 @@ class Base:
     metrics: Metrics
     lag: LoopLagProbe
     started_ns: int
+    clock_floor_ns: int
     load: Callable[[], Load] = Load
     slots: Callable[[], SlotCounts | None] = lambda: None
     transports: Callable[[], dict[str, str]] = dict
@@ -206,6 +209,7 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
         metrics=metrics,
         lag=LoopLagProbe(clock),
         started_ns=clock.monotonic_ns(),
+        clock_floor_ns=before.clock_bound_ns,
     )
     return base
 
@@ -218,14 +222,21 @@ def run(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(config, node, build))
+            while True:
+                status = runner.run(_live(config, node, build))
+                if status is not None:
+                    return status
+                # Silent for too long, or cut off: what this life held is void, a new one begins from nothing.
+                _log.warning("%s begins a new life", node.id)
     except KVError as error:
         _log.error("%s cannot run: %s", node.id, error)
         return 1
 
 
-async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
+async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int | None:
+    """One life: its exit status, or None when the cluster declared it over."""
     base = build_base(config, node)
+    await wait_out(base.clock_floor_ns, base.clock)
     supervisor = Supervisor(node.id, [*base.children(), *build(base)], clock=base.clock)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -249,7 +260,12 @@ async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
     waiting.cancel()
     report = await supervisor.stop()
     await asyncio.gather(waiting, return_exceptions=True)
-    running.result() if running.done() else await running
+    try:
+        await running
+    except ChildGaveUp:
+        if base.cluster.life_over is None and not base.replica.life_over:
+            raise
+        return None
     return 0 if report.clean else 1
 
 

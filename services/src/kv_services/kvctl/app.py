@@ -137,3 +137,19 @@ def demo(
     from kv_services.kvctl.demo import command
 
     return command.run(requests, model, json, keep)
+
+
+@app.command()
+@_guarded
+def sim(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Virtual seconds under faults, for each seed.")] = 60.0,
+    nodes: Annotated[int, typer.Option(min=3, max=32, help="Nodes of the simulated cluster.")] = 5,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes to run in; 0: one for each core.")] = 0,
+    json: Json = False,
+) -> int:
+    """Run the cluster's metadata under seeded faults in virtual time, and check it all along."""
+    from kv_services.kvctl.sim import default_jobs, run
+
+    return run(seed, seeds, seconds, nodes, json, jobs or default_jobs())

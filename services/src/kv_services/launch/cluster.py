@@ -36,6 +36,11 @@ from kv_services.launch.processes import ProcessState
 from kv_services.launch.signals import finish
 
 _PREFIX: Final = "kv-fabric-"
+_SHORT_BASE: Final = "/tmp"
+_SOCKET_PATH_MAX: Final = 107
+_SOCKET_NAME_MAX: Final = 40
+"""Room for a socket's file name below a node's folder of sockets."""
+
 _LOCK: Final = "lock"
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 64 << 10
@@ -158,7 +163,7 @@ class LocalCluster:
 
     def _prepare(self) -> None:
         sweep_abandoned()
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base()))
         # Locked before it has its name, so that a sweep never finds it unlocked.
         unnamed = self._folder / f"{_LOCK}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -183,6 +188,13 @@ class LocalCluster:
             stop_grace_s=self._stop_grace_s,
             hurry=self._hurry,
         )
+
+    def _base(self) -> str:
+        """The folder for temporary files, unless Unix sockets in it would have too long a path."""
+        base = tempfile.gettempdir()
+        longest_id = max(len(node.id) for node in self.config.nodes)
+        deepest = len(f"{base}/{_PREFIX}12345678/state/sockets/") + longest_id + 1 + _SOCKET_NAME_MAX
+        return base if deepest <= _SOCKET_PATH_MAX else _SHORT_BASE
 
     async def _close(self) -> None:
         if self._group is not None:
@@ -216,7 +228,8 @@ class LocalCluster:
 def sweep_abandoned() -> list[Path]:
     """Remove the folders of launchers that were killed; their processes died with them. Returns what was removed."""
     removed = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    bases = {tempfile.gettempdir(), _SHORT_BASE}
+    for folder in (folder for base in bases for folder in Path(base).glob(f"{_PREFIX}*")):
         # A kept folder has no lock, and a living launcher's cannot be taken: both end in OSError.
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

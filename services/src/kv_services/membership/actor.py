@@ -22,14 +22,18 @@ from kv_bus.interface import (
     PeerRefused,
     PeerRestarted,
     PeerUp,
+    Reply,
+    Request,
     Subscription,
     Watch,
 )
 from kv_core.clock import Clock
 from kv_core.compatibility import Compatibility, IncompatiblePeerError, check_compatible
+from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message
 from kv_services.config import BusSection, Role
+from kv_services.errors import LifeOverError
 from kv_services.membership.state import (
     Effect,
     HeartbeatSeen,
@@ -42,7 +46,7 @@ from kv_services.membership.state import (
     MemberUp,
     TimePassed,
 )
-from kv_services.messages import Heartbeat, Load
+from kv_services.messages import Heartbeat, LifeIsOver, Load
 
 _log = logging.getLogger(__name__)
 _MS: Final = 1_000_000
@@ -83,7 +87,10 @@ class ClusterView:
         self.state = "serving"
         self.compatibility = Compatibility(())
         self.refused: dict[NodeId, IncompatiblePeerError] = {}
+        self.life_over: LifeOverError | None = None
         self._not_joined: IncompatiblePeerError | None = None
+        # Deaths that others judged travel with the metadata: what is over there is over here.
+        self.known_over: Callable[[NodeId, Incarnation], bool] = _nobody
 
     def on_change(self, listener: Callable[[Effect], None]) -> None:
         """Call `listener` with each effect of the view, in order of registration."""
@@ -120,6 +127,7 @@ class ClusterView:
         """Subscribe to every peer and begin to beat."""
         self._closed = asyncio.Event()
         self._watch = self._bus.watch_peers(self._on_peer)
+        self._bus.handle(LifeIsOver, self._on_life_over)
         for node_id in self.roles:
             self.view.add(node_id)
             self._subscriptions.append(
@@ -127,12 +135,19 @@ class ClusterView:
             )
 
     async def run(self) -> None:
-        """Beat and judge until closed; raise `IncompatiblePeerError` when the cluster is not one to join."""
+        """Beat and judge until closed.
+
+        Raises:
+            IncompatiblePeerError: the cluster is not one to join.
+            LifeOverError: a member declared this life over.
+        """
         assert self._closed is not None
         while not self._closed.is_set():
             self._beat()
             if self._not_joined is not None:
                 raise self._not_joined
+            if self.life_over is not None:
+                raise self.life_over
             try:
                 await asyncio.wait_for(self._closed.wait(), self._interval_s)
             except TimeoutError:
@@ -159,6 +174,8 @@ class ClusterView:
 
     def _on_event(self, event: Event[Message]) -> None:
         self._seen(event.origin, event.incarnation)
+        if self._tell_if_over(event.origin, event.incarnation):
+            return
         message = event.message
         if isinstance(message, Heartbeat):
             if self.view.is_current(event.origin, event.incarnation):
@@ -168,6 +185,26 @@ class ClusterView:
         listener = self._published.get(type(message))
         if listener is not None:
             listener(event)
+
+    def _tell_if_over(self, node_id: NodeId, incarnation: Incarnation) -> bool:
+        """Whether that life is over here; if so it is told, each time it is heard of, until it has understood."""
+        member = self.view.members.get(node_id)
+        if member is None:
+            return True
+        if self.view.is_current(node_id, incarnation) and not self.known_over(node_id, incarnation):
+            return False
+        try:
+            self._bus.send(node_id, LifeIsOver(incarnation))
+        except KVError as error:
+            _log.debug("not told that its life is over node=%s cause=%s", node_id, error)
+        return True
+
+    def _on_life_over(self, request: Request[LifeIsOver]) -> Reply:
+        if request.message.incarnation == self._bus.incarnation:
+            self.life_over = LifeOverError(
+                node=self._bus.node_id, by=request.sender, incarnation=request.message.incarnation
+            )
+        return None
 
     def _compare(self, node_id: NodeId, incarnation: Incarnation, theirs: Compatibility | None) -> None:
         try:
@@ -215,3 +252,7 @@ class ClusterView:
                     self._loads.pop(node_id, None)
             for listener in self._listeners:
                 listener(effect)
+
+
+def _nobody(node_id: NodeId, incarnation: Incarnation) -> bool:
+    return False

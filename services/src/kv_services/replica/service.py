@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kv_bus.interface import Bus, Event, Reply, Request, Stamp
 from kv_consistency.effects import (
@@ -30,6 +30,7 @@ from kv_consistency.effects import (
     WaiterFailed,
     WaiterReady,
 )
+from kv_consistency.errors import ConsistencyError, ReplicaFencedError
 from kv_consistency.events import (
     CancelWait,
     ClockBoundPersisted,
@@ -47,6 +48,7 @@ from kv_consistency.events import (
 )
 from kv_consistency.events import Event as ReplicaEvent
 from kv_consistency.hlc import Timestamp
+from kv_consistency.limits import OFFSET_MAX_NS
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
@@ -60,7 +62,6 @@ from kv_core.wire import Message
 from kv_prefix import events as pool_events
 from kv_prefix.prefix_index import Holder, PrefixIndex
 from kv_services.config import Role
-from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
@@ -71,6 +72,30 @@ NAMESPACES_MAX: Final = 4096
 """Namespaces a process remembers the purge scopes of; the oldest are forgotten, and are then purged by digest only."""
 
 _log = logging.getLogger(__name__)
+
+
+Offload = Callable[[Callable[[], None]], "asyncio.Future[None]"]
+
+
+class ClockBoundKeeper(Protocol):
+    """Where the clock's bound outlives the process."""
+
+    def keep_clock_bound(self, bound_ns: int) -> None: ...
+
+
+def in_thread(work: Callable[[], None]) -> "asyncio.Future[None]":
+    """Run `work` in the loop's thread pool."""
+    return asyncio.get_running_loop().run_in_executor(None, work)
+
+
+async def wait_out(bound_ns: int, clock: Clock) -> None:
+    """Return when stamps that begin at the former life's bound are ones that peers take.
+
+    A life ends at most one horizon before its bound, so a restart is held up by less than that.
+    """
+    ahead_ns = bound_ns - clock.wall_ns() - OFFSET_MAX_NS // 2
+    if ahead_ns > 0:
+        await asyncio.sleep(ahead_ns / 1e9)
 
 
 class ReplicaStamper:
@@ -93,6 +118,7 @@ class ReplicaService:
 
     Args:
         on_request_ended: told when a request is over for everybody, because it ended or its gateway died.
+        offload: runs what touches the disk away from the loop; in a thread unless told otherwise.
     """
 
     def __init__(
@@ -100,9 +126,10 @@ class ReplicaService:
         manager: KvCacheConsistencyManager,
         clock: Clock,
         index: PrefixIndex,
-        life: LifeFile,
+        life: ClockBoundKeeper,
         metrics: Metrics,
         on_request_ended: Callable[[RequestId, OwnerEpoch, EndCause], None] | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.manager = manager
         self._clock = clock
@@ -110,6 +137,7 @@ class ReplicaService:
         self._life = life
         self._metrics = metrics
         self._on_request_ended = on_request_ended
+        self._offload: Offload = offload or in_thread
         self._bus: Bus | None = None
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._waiter_ids = itertools.count(1)
@@ -129,9 +157,15 @@ class ReplicaService:
             if message_type is not UpdateBatch:
                 bus.handle(message_type, self._on_message)
         cluster.on_published(UpdateBatch, self._on_updates)
-        cluster.on_gap(lambda node_id: self._step(GapNoticed(self._now(), node_id)))
+        cluster.on_gap(lambda node_id: self._hear(GapNoticed(self._now(), node_id)))
         cluster.on_change(self._on_member)
+        cluster.known_over = lambda node_id, incarnation: self.manager.is_over(Origin(node_id, incarnation))
         self._with_replica = {node_id for node_id, role in cluster.roles.items() if role is not Role.MONITOR}
+
+    @property
+    def life_over(self) -> bool:
+        """Whether the cluster holds this life for over."""
+        return isinstance(self._over, ReplicaOverError | ReplicaFencedError)
 
     async def start(self) -> None:
         self._closed = asyncio.Event()
@@ -142,7 +176,7 @@ class ReplicaService:
         while not self._closed.is_set():
             if self._over is not None:
                 raise self._over
-            self._step(Tick(self._now()))
+            self._hear(Tick(self._now()))
             self._measure()
             self._index.sweep()
             try:
@@ -247,7 +281,7 @@ class ReplicaService:
             await future
         finally:
             if self._waiters.pop(waiter, None) is not None:
-                self._step(CancelWait(waiter))
+                self._hear(CancelWait(waiter))
 
     # What a gateway publishes.
 
@@ -283,25 +317,39 @@ class ReplicaService:
     def _on_message(self, request: Request[Message]) -> Reply:
         message = request.message
         assert isinstance(message, ReplicaMessage)
-        self._step(Received(self._now(), request.sender, message))
+        self._hear(Received(self._now(), request.sender, message, request.incarnation))
         return None
 
     def _on_updates(self, event: Event[UpdateBatch]) -> None:
-        self._step(Received(self._now(), event.origin, event.message))
+        self._hear(Received(self._now(), event.origin, event.message, event.incarnation))
 
     def _on_member(self, effect: MemberEffect) -> None:
         if effect.node_id not in self._with_replica:
             return
         match effect:
             case MemberUp(node_id, incarnation):
-                self._step(PeerJoined(self._now(), node_id, incarnation))
+                self._hear(PeerJoined(self._now(), node_id, incarnation))
             case MemberDied(node_id, incarnation):
-                self._step(PeerDied(self._now(), node_id, incarnation))
+                self._hear(PeerDied(self._now(), node_id, incarnation))
             case _:
                 pass
 
+    def _hear(self, event: ReplicaEvent) -> None:
+        """Step an event that nobody here asked for: what it is refused for is logged, and ends this life if it must."""
+        try:
+            self._step(event)
+        except ReplicaFencedError:
+            return
+        except ConsistencyError as error:
+            _log.warning("replica refused %s: %s", type(event).__name__, error)
+
     def _step(self, event: ReplicaEvent) -> None:
-        for effect in self.manager.step(event):
+        try:
+            effects = self.manager.step(event)
+        except ReplicaFencedError as error:
+            self._over = self._over or error
+            raise
+        for effect in effects:
             self._perform(effect)
 
     def _drain(self) -> None:
@@ -352,12 +400,11 @@ class ReplicaService:
                 return
             error = done.exception()
             if error is None:
-                self._step(ClockBoundPersisted(bound_ns))
+                self._hear(ClockBoundPersisted(bound_ns))
             elif self._over is None:
                 self._over = error
 
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(None, self._life.keep_clock_bound, bound_ns).add_done_callback(persisted)
+        self._offload(lambda: self._life.keep_clock_bound(bound_ns)).add_done_callback(persisted)
 
     def _send(self, peer: NodeId, message: Message) -> None:
         if self._bus is None:

@@ -1,0 +1,1 @@
+"""A whole cluster's metadata in one process and virtual time, under seeded faults."""
