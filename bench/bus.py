@@ -345,7 +345,7 @@ def prepare(folder: Path) -> None:
 
 
 def main() -> int:
-    options = harness.arguments(__doc__.splitlines()[0] if __doc__ else "", rounds=5)
+    options = harness.arguments(__doc__.splitlines()[0] if __doc__ else "", rounds=7)
     report = harness.Report("bus")
     pairs: dict[str, Pair] = {}
     with tempfile.TemporaryDirectory(prefix="bench-bus-") as name:
@@ -370,6 +370,7 @@ def main() -> int:
             "1/s",
             reference="zmq.asyncio plain echo",
             reference_value=reference.median,
+            ratio=harness.paired_ratio(ours, reference),
             ours_need=25_000,
             ratio_need=3.0,
             note=f"{OUTSTANDING} outstanding, {len(BODY)} B, CURVE; spread {ours.spread:.0%}, {reference.spread:.0%}",

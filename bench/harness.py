@@ -34,6 +34,15 @@ class Samples:
         return (max(self.values) - min(self.values)) / 2 / self.median if self.median else 0.0
 
 
+def paired_ratio(ours: Samples, reference: Samples, better: Direction = "higher") -> float:
+    """How many times better than the reference: the median over the rounds of the ratio within each round.
+
+    The two figures of one round were taken next to each other, so what else the machine did weighs on both.
+    """
+    pairs = zip(ours.values, reference.values, strict=True)
+    return statistics.median(a / b if better == "higher" else b / a for a, b in pairs)
+
+
 def interleave(subjects: Mapping[str, Callable[[], float]], rounds: int, warmups: int = 1) -> dict[str, Samples]:
     """Measure each subject once a round, in turn; every second round backwards, so that none always comes first."""
     for _ in range(warmups):
@@ -91,6 +100,7 @@ def compare(
     *,
     reference: str = "",
     reference_value: float = 0.0,
+    ratio: float | None = None,
     better: Direction = "higher",
     ours_need: float | None = None,
     ratio_need: float | None = None,
@@ -99,12 +109,14 @@ def compare(
     """Judge one figure against what it must reach.
 
     Args:
+        ratio: from `paired_ratio`; without it the ratio of the two figures given.
         better: whether a higher or a lower figure is the better one.
         ours_need: bound on our own figure.
         ratio_need: how many times better than the reference.
     """
-    ratio = 0.0
-    if reference_value and ours:
+    if ratio is None:
+        ratio = 0.0
+    if not ratio and reference_value and ours:
         ratio = ours / reference_value if better == "higher" else reference_value / ours
     needs, ok = [], True
     if ours_need is not None:
