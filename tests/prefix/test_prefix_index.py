@@ -45,6 +45,7 @@ OPERATIONS = st.lists(
         st.integers(0, 5),
         st.integers(1, 6),
     ),
+    min_size=10,
     max_size=40,
 )
 

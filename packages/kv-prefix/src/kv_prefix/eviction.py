@@ -157,7 +157,6 @@ class S3FifoPolicy:
             if self._in_main[slot]:
                 self._uses[slot] -= 1
             else:
-                self._small.forget(slot)
                 self._in_main[slot] = True
                 self._small_size -= 1
                 self._uses[slot] = 0
@@ -228,17 +227,18 @@ class AdaptivePolicy:
 class OfferedQueue:
     """Slots by rank, lowest first, of which only the offered ones come out.
 
-    `rank[slot]` may be raised at any time while the content stays, and anything after `forget`. A slot has at most one
-    live entry in the heap, with a rank that is never above its present one; a stale entry is corrected when it
-    surfaces. Q1: so the heap's top, once corrected, is the lowest-ranked offered slot.
+    `rank[slot]` may be raised at any time while the content stays, and set to anything after `forget`.
+
+    Q1: an offered slot has an entry in the heap with a rank not above its present one; an entry below it is corrected
+        when it surfaces. So the top, once corrected, is the lowest-ranked offered slot. Other entries of a slot are
+        leftovers; they surface after it, find it not offered, and are thrown away.
     """
 
-    __slots__ = ("_heap", "_life", "_offered", "_queued", "rank")
+    __slots__ = ("_heap", "_offered", "_queued", "rank")
 
     def __init__(self, capacity: int) -> None:
         self.rank: list[float] = [0] * capacity
-        self._heap: list[tuple[float, int, int]] = []
-        self._life = array("Q", bytes(8 * capacity))
+        self._heap: list[tuple[float, int]] = []
         self._offered = bytearray(capacity)
         self._queued = bytearray(capacity)
 
@@ -246,32 +246,27 @@ class OfferedQueue:
         self._offered[slot] = True
         if not self._queued[slot]:
             self._queued[slot] = True
-            heapq.heappush(self._heap, (self.rank[slot], slot, self._life[slot]))
+            heapq.heappush(self._heap, (self.rank[slot], slot))
 
     def withdraw(self, slot: int) -> None:
         self._offered[slot] = False
 
     def forget(self, slot: int) -> None:
-        """The content is gone: the entry left in the heap, if any, is dead, and the next rank may be lower."""
-        self._offered[slot] = False
-        self._queued[slot] = False
-        self._life[slot] += 1
+        """The content is gone; the next one's rank may be lower."""
+        self._offered[slot] = self._queued[slot] = False
 
     def pop(self) -> int | None:
         """The lowest-ranked offered slot, withdrawn; None when nothing is offered."""
         heap = self._heap
         while heap:
-            rank, slot, life = heap[0]
-            if life != self._life[slot]:
-                heapq.heappop(heap)
-            elif not self._offered[slot]:
-                heapq.heappop(heap)
-                self._queued[slot] = False
-            elif self.rank[slot] > rank:
-                heapq.heapreplace(heap, (self.rank[slot], slot, life))
-            else:
-                heapq.heappop(heap)
-                self._queued[slot] = self._offered[slot] = False
+            rank, slot = heap[0]
+            if self._offered[slot] and self.rank[slot] > rank:
+                heapq.heapreplace(heap, (self.rank[slot], slot))
+                continue
+            heapq.heappop(heap)
+            self._queued[slot] = False
+            if self._offered[slot]:
+                self._offered[slot] = False
                 return slot
         return None
 

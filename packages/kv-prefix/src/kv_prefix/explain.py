@@ -74,14 +74,11 @@ class RemovalLog:
             if isinstance(event, BlockRemoved):
                 self._removals[event.block_hash.sequence] = Removal(event.reason, now_ns, cause)
                 self._removals.move_to_end(event.block_hash.sequence)
-            else:
-                for block_hash in event.block_hashes:
-                    self._removals.pop(block_hash.sequence, None)
         while len(self._removals) > self._limit:
             self._removals.popitem(last=False)
 
     def get(self, block_hash: BlockHash) -> Removal | None:
-        """The last removal of a block, if it is remembered and the block did not come back."""
+        """The last removal of a block, if it is remembered; the block may have come back since."""
         return self._removals.get(block_hash.sequence)
 
 

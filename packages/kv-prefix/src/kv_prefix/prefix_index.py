@@ -66,7 +66,6 @@ class PrefixIndex:
         self._holder_of: dict[int, Holder] = {}
         self._free_columns: list[int] = []
         self._num_columns = 0
-        self._live = 0
         # Columns of removed holders: being swept from shard `_next_shard` on, and waiting for the next sweep.
         self._sweeping: dict[int, Holder] = {}
         self._waiting: dict[int, Holder] = {}
@@ -99,7 +98,6 @@ class PrefixIndex:
         if column is None:
             return
         del self._holder_of[column]
-        self._live &= ~(_ALL_TIERS << column * _TIERS)
         self._waiting[column] = holder
 
     def sweep(self, max_blocks: int = 4096) -> bool:
@@ -134,7 +132,7 @@ class PrefixIndex:
 
     def tiers_of(self, block_hash: BlockHash) -> dict[Holder, tuple[Tier, ...]]:
         """Who has this one block, wherever in a prefix it stands."""
-        bits = self._table.get(block_hash) & self._live
+        bits = self._table.get(block_hash)
         return {
             holder: tuple(tier for tier in Tier if bits >> (column * _TIERS + tier) & 1)
             for column, holder in sorted(self._holder_of.items())
@@ -164,7 +162,6 @@ class PrefixIndex:
                 holder=f"{holder.node}/{holder.incarnation}", held=self._num_columns, limit=limits.MAX_HOLDERS
             )
         self._column_of[holder], self._holder_of[column] = column, holder
-        self._live |= _ALL_TIERS << column * _TIERS
         return column
 
     def _remember(self, gone: dict[bytes, int]) -> None:
@@ -177,10 +174,11 @@ class PrefixIndex:
     def _runs(self, block_hashes: Sequence[BlockHash]) -> list[tuple[int, int, list[int]]]:
         """The prefix cut where anything changes: (length, bits, columns that had every block so far)."""
         runs: list[tuple[int, int, list[int]]] = []
+        # Bits of removed holders, not swept yet, may cut a run in two; they are in no run's columns.
         alive = list(self._holder_of)
         start, current = 0, -1
         for block_idx, block_hash in enumerate(block_hashes):
-            bits = self._table.get(block_hash) & self._live
+            bits = self._table.get(block_hash)
             if bits == current:
                 continue
             if block_idx:
