@@ -38,7 +38,7 @@ from kv_services.process import Base, keep, model_path
 from kv_services.status_report import SlotCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
 
-TICK_S: Final = 0.1
+TICK_S: Final = 0.25
 
 _log = logging.getLogger(__name__)
 

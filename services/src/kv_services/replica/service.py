@@ -67,7 +67,7 @@ from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
 from kv_services.metrics import Metrics
 
-TICK_S: Final = 0.05
+TICK_S: Final = 0.1
 NAMESPACES_MAX: Final = 4096
 """Namespaces a process remembers the purge scopes of; the oldest are forgotten, and are then purged by digest only."""
 
