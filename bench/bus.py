@@ -35,6 +35,7 @@ from kv_bus.lag import LoopLagProbe
 from kv_bus.ports import pick_ports
 from kv_bus.stamps import LamportStamper
 from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
+from kv_core.clock import SystemClock
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message, Registry
@@ -146,7 +147,7 @@ class AskingActor(Actor[Begin | Stop | Answered, Ask]):
     """Sends the requests."""
 
     def __init__(self, machine: AskingMachine, bus: ZmqBus) -> None:
-        super().__init__("asker", machine)
+        super().__init__("asker", machine, clock=SystemClock())
         self._bus = bus
 
     def perform(self, effect: Ask) -> None:
@@ -181,7 +182,7 @@ def say(line: object) -> None:
 
 async def answer_ours(folder: Path, ports: list[int]) -> None:
     bus = make_bus(folder, ANSWERER, ports)
-    actor = AnsweringActor("answerer", AnsweringMachine())
+    actor = AnsweringActor("answerer", AnsweringMachine(), clock=SystemClock())
 
     def on_echo(request: Request[Echo]) -> Deferred:
         actor.post(Asked(request))

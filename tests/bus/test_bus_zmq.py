@@ -88,6 +88,20 @@ def test_a_key_outside_the_list_gets_nothing_through() -> None:
     run_zmq(scenario)
 
 
+def test_a_refused_key_that_keeps_trying_is_counted_each_time_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        b, keys = await world.node(B), generate_key_pair(A)
+        for attempt in range(1, 4):
+            stranger = world.dealer(keys, world.keys[B].public_key)
+            stranger.connect(world.address(B).requests)
+            await world.until(lambda wanted=attempt: b.stats().auth_refused == wanted)  # type: ignore[misc]
+        assert len([record for record in caplog.records if "unknown key refused" in record.message]) == 1
+
+    run_zmq(scenario)
+
+
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
 def test_a_client_without_curve_gets_nothing_through(mechanism: str) -> None:
     async def scenario(world: ZmqWorld) -> None:

@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kv_bus.errors import ActorClosed, MailboxFull
 from kv_bus.limits import ACTOR_TURN_EVENTS, ACTOR_TURN_NS, MAILBOX_MAX
-from kv_core.clock import Clock, SystemClock
+from kv_core.clock import Clock
 from kv_core.errors import KVError, LocalProtocolError
 
 EventT = TypeVar("EventT")
@@ -156,7 +156,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         name: for logs, stats and errors.
         machine: the decision maker; nobody else may step it.
         mailbox_max: outsiders' events that may wait.
-        clock: only measures how long a turn lasts.
+        clock: measures how long a turn lasts; without one a turn is bounded in events only.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         self.name = name
         self._machine = machine
         self._mailbox: Mailbox[EventT] = Mailbox(name, mailbox_max)
-        self._monotonic_ns = (clock or SystemClock()).monotonic_ns
+        self._monotonic_ns = clock.monotonic_ns if clock is not None else _no_time
         self._state = ActorState.OPEN
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn: asyncio.Handle | None = None
@@ -368,3 +368,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _no_time() -> int:
+    return 0

@@ -123,6 +123,7 @@ class Serving:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._draining = False
+        self._impersonators: dict[NodeId, None] = {}  # reported once each; bounded by the allow-list
         self._empty_waiters: list[asyncio.Future[None]] = []
         peers.on_new_life.append(self.abandon_all)
 
@@ -147,7 +148,9 @@ class Serving:
         if envelope.sender != owner:
             # Not answered: whoever it is, it is not the node whose name it used.
             counters.refuse("impersonation")
-            _log.warning("impersonation refused owner=%s claimed=%s", owner, envelope.sender)
+            if owner not in self._impersonators:
+                self._impersonators[owner] = None
+                _log.warning("impersonation refused owner=%s claimed=%s", owner, envelope.sender)
             return
         line = self._peers.line(owner)
         refusal = None

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
 _KEY_BYTES: Final = 32
+_TOLD_MAX: Final = 1024
+"""Refused keys remembered as reported; then they are reported again."""
 
 
 def user_id(node_id: str, public_key: str) -> str:
@@ -48,6 +50,7 @@ class ZapHandler:
         self._keys_changed = keys_changed
         self.admitted = 0
         self.denied = 0
+        self._told: dict[str, None] = {}
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
@@ -100,8 +103,16 @@ class ZapHandler:
             self._keys_changed()
             owner = self._allow_list.current.owners.get(public_key)
         if owner is None:
-            _log.warning(
-                "unknown key refused key=%s address=%s", fingerprint(public_key), address.decode("ascii", "replace")
-            )
+            self._tell(public_key, address)
             return "", "unknown key"
         return user_id(owner, public_key), "admitted"
+
+    def _tell(self, public_key: str, address: bytes) -> None:
+        """Say once that a key is refused: whoever has it may try as often as he likes, and is only counted."""
+        if public_key in self._told:
+            return
+        if len(self._told) >= _TOLD_MAX:
+            self._told.clear()
+        self._told[public_key] = None
+        where = address.decode("ascii", "replace")
+        _log.warning("unknown key refused key=%s address=%s", fingerprint(public_key), where)
