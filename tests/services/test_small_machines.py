@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_bus.interface import Stamp
+from kv_consistency.errors import ClockBoundReachedError
+from kv_consistency.manager import KvCacheConsistencyManager
+from kv_consistency.replica import ReplicaConfig
 from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.testing import ManualClock
-from kv_prefix.prefix_index import Holder, HolderMatch
+from kv_prefix.prefix_index import Holder, HolderMatch, PrefixIndex
 from kv_services.life import LifeFile, LifeFileError
+from kv_services.metrics import Metrics
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import PullPlan
 from kv_services.node.pull_cost import PullCost, plan_pull
+from kv_services.replica.service import ReplicaService, ReplicaStamper
 
 R = RequestId("r")
 A, B = NodeId("a"), NodeId("b")
@@ -86,3 +92,23 @@ def test_a_damaged_life_file_says_which_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "n.life.json").write_text("{")
     with pytest.raises(LifeFileError, match=r"n\.life\.json: damaged .* remove it"):
         LifeFile(tmp_path, "n").begin(ManualClock())
+
+
+def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher_one(tmp_path: Path) -> None:
+    clock, life = ManualClock(), LifeFile(tmp_path, "n")
+    life.begin(clock)
+    manager = KvCacheConsistencyManager(NodeId("n"), Incarnation(1), ReplicaConfig(clock_horizon_ns=1_000_000_000))
+    replica = ReplicaService(manager, clock, PrefixIndex(), life, Metrics("n", "decode"))
+    replica.prime()
+    first = ReplicaStamper(manager, clock).tick()
+    clock.advance(10_000_000_000)
+    with pytest.raises(ClockBoundReachedError):
+        ReplicaStamper(manager, clock).tick()
+    stamper = ReplicaStamper(manager, clock, replica.renew_clock_bound)
+    stamp = stamper.tick()
+    assert stamp.wall_ns > first.wall_ns
+    # What was stamped lies below what is on disk: the next life begins above it.
+    assert LifeFile(tmp_path, "n").begin(clock).clock_bound_ns > stamp.wall_ns
+    clock.advance(10_000_000_000)
+    stamper.merge(Stamp(clock.wall_ns(), 7, NodeId("peer")))
+    assert manager.clock.wall_ns >= clock.wall_ns()

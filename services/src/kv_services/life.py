@@ -5,6 +5,7 @@ nothing but a higher jump of the incarnation, which then starts from the wall cl
 """
 
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,7 @@ class LifeFile:
 
     def __init__(self, folder: Path, node_id: str) -> None:
         self._path = folder / f"{node_id}.life.json"
+        self._lock = threading.Lock()
         self.life = Life()
 
     def begin(self, clock: Clock) -> Life:
@@ -51,9 +53,10 @@ class LifeFile:
         return self.life
 
     def keep_clock_bound(self, bound_ns: int) -> None:
-        """Put the bound on disk; a lower one changes nothing."""
-        if bound_ns > self.life.clock_bound_ns:
-            self._write(Life(self.life.incarnation, bound_ns))
+        """Put the bound on disk; a lower one changes nothing. Thread-safe."""
+        with self._lock:
+            if bound_ns > self.life.clock_bound_ns:
+                self._write(Life(self.life.incarnation, bound_ns))
 
     def _read(self) -> Life:
         try:

@@ -186,7 +186,7 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
             allow_list=AllowListFile(config.allow_list_path),
         ),
         Registry(*ROLE_MESSAGES, *MESSAGES),
-        stamper=ReplicaStamper(manager, clock),
+        stamper=ReplicaStamper(manager, clock, replica.renew_clock_bound),
         clock=clock,
     )
     peers = {peer.node_id: peer.role for peer in config.nodes if peer.id != node.id}

@@ -30,7 +30,7 @@ from kv_consistency.effects import (
     WaiterFailed,
     WaiterReady,
 )
-from kv_consistency.errors import ConsistencyError, ReplicaFencedError
+from kv_consistency.errors import ClockBoundReachedError, ConsistencyError, ReplicaFencedError
 from kv_consistency.events import (
     CancelWait,
     ClockBoundPersisted,
@@ -98,19 +98,41 @@ async def wait_out(bound_ns: int, clock: Clock) -> None:
         await asyncio.sleep(ahead_ns / 1e9)
 
 
-class ReplicaStamper:
-    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock."""
+RENEWED_NS: Final = 1_000_000_000
+"""How far a bound reaches that had to be waited for: less than a horizon, so that no restart waits for longer."""
 
-    def __init__(self, manager: KvCacheConsistencyManager, clock: Clock) -> None:
+
+class ReplicaStamper:
+    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock.
+
+    Args:
+        renew: puts a higher clock bound on disk. A process that stood still, or started slowly, for longer than its
+            bound reaches has no other way to its next stamp.
+    """
+
+    def __init__(
+        self, manager: KvCacheConsistencyManager, clock: Clock, renew: Callable[[], None] | None = None
+    ) -> None:
         self._manager = manager
         self._clock = clock
+        self._renew = renew
 
     def tick(self) -> Stamp:
-        stamp = self._manager.clock.tick(self._clock.wall_ns())
+        stamp = self._within_bound(lambda: self._manager.clock.tick(self._clock.wall_ns()))
         return Stamp(stamp.wall_ns, stamp.logical, stamp.node)
 
     def merge(self, remote: Stamp, /) -> None:
-        self._manager.clock.merge(Timestamp(remote.wall_ns, remote.logical, remote.node_id), self._clock.wall_ns())
+        seen = Timestamp(remote.wall_ns, remote.logical, remote.node_id)
+        self._within_bound(lambda: self._manager.clock.merge(seen, self._clock.wall_ns()))
+
+    def _within_bound(self, stamp: Callable[[], Timestamp]) -> Timestamp:
+        try:
+            return stamp()
+        except ClockBoundReachedError:
+            if self._renew is None:
+                raise
+            self._renew()
+            return stamp()
 
 
 class ReplicaService:
@@ -149,6 +171,12 @@ class ReplicaService:
     def prime(self) -> None:
         """Let the clock have its first bound, before anything is stamped."""
         self._step(Tick(self._now()))
+
+    def renew_clock_bound(self) -> None:
+        """Put a higher clock bound on disk and wait for it; what runs on the loop waits too."""
+        bound_ns = max(self._clock.wall_ns(), self.manager.clock.wall_ns) + RENEWED_NS
+        self._life.keep_clock_bound(bound_ns)
+        self._hear(ClockBoundPersisted(bound_ns))
 
     def attach(self, bus: Bus, cluster: ClusterView) -> None:
         """Join the bus: take the peers' messages, follow who lives."""
