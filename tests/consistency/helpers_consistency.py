@@ -98,7 +98,7 @@ class Member:
         """What the replica holds for readable, in the form of the index."""
         table: dict[IndexKey, set[bytes]] = {}
         for holder, key, name, _, _ in self.manager._replica.state.claims.rows():
-            table.setdefault((holder, key.digest, key.tier, key.shape), set()).add(name)
+            table.setdefault((holder, *key), set()).add(name)
         return table
 
 

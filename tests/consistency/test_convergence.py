@@ -189,10 +189,7 @@ class Run:
             origin for origin, upto in replica.state.replayed.items() if upto > replica.state.buffer.applied(origin)
         }
         if replica.session is None and not replaying:
-            claims = {
-                (holder, key.digest, key.tier, key.shape, name, position)
-                for holder, key, name, position, _ in replica.state.claims.rows()
-            }
+            claims = {(holder, *key, name, position) for holder, key, name, position, _ in replica.state.claims.rows()}
             assert claims == self.truth.claims(applied, over)
 
     def settle(self) -> None:

@@ -12,12 +12,21 @@ K3: no step frees more than `sweep`'s budget: what is dropped is unreadable at o
 
 import struct
 from collections.abc import Iterator, Sequence
+from operator import add
 from typing import Final, NamedTuple
 
 from kv_consistency import limits
 from kv_consistency.effects import ClaimChange, ClaimsAdded, ClaimsRemoved, HolderDropped
 from kv_consistency.messages import META_BYTES, ClaimPage
-from kv_consistency.update import BlocksRemoved, BlocksStored, NamespaceRef, Tier, unpack_checks, unpack_hashes
+from kv_consistency.update import (
+    HASH_BYTES,
+    BlocksRemoved,
+    BlocksStored,
+    NamespaceRef,
+    Tier,
+    unpack_checks,
+    unpack_hashes,
+)
 from kv_consistency.version_vector import Origin
 
 _N_SHIFT: Final = 56
@@ -31,12 +40,8 @@ SPLIT_AT: Final = 4096
 """Claims at which a shelf is split in 256 parts, so that no dict grows so large that its growth stalls a step."""
 
 
-class ShelfKey(NamedTuple):
-    """Which shelf of a holder."""
-
-    digest: bytes
-    tier: Tier
-    shape: bytes
+ShelfKey = tuple[bytes, Tier, bytes]
+"""Which shelf of a holder: namespace digest, tier, shape."""
 
 
 class Overlap(NamedTuple):
@@ -84,6 +89,18 @@ class Shelf:
                 self.size += 1
             part[block] = value
 
+    def put_one(self, block: bytes, value: int) -> int:
+        """Write one claim; returns by how many there are more."""
+        table = self.table if self.parts is None else self.parts[block[0]]
+        before = len(table)
+        table[block] = value
+        if len(table) == before:
+            return 0
+        self.size += 1
+        if self.parts is None and self.size > SPLIT_AT:
+            self._split()
+        return 1
+
     def pop(self, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
         """Take claims away; returns those that were there."""
         if self.parts is None:
@@ -123,18 +140,30 @@ class ClaimTable:
             purges: of the namespace, as applied here; a run that followed fewer is unreadable.
             replayed: a snapshot may already have brought what is newer.
         """
-        if op.epoch < purges:
+        epoch = op.epoch
+        if epoch < purges:
             return
-        shelf = self._shelf(holder, ShelfKey(op.namespace.digest, op.tier, op.shape), op.namespace, op.epoch, out)
-        if shelf is None:
+        key = (op.namespace.digest, op.tier, op.shape)
+        shelves = self._holders.get(holder)
+        shelf = None if shelves is None else shelves.get(key)
+        if shelf is None or shelf.epoch != epoch:
+            shelf = self._shelf(holder, key, op.namespace, epoch, out)
+            if shelf is None:
+                return
+        column = op.hashes
+        base = (n << _N_SHIFT) + (op.start << _POSITION_SHIFT)
+        if len(column) == HASH_BYTES and not replayed and shelf.size < limits.MAX_CLAIMS_PER_SHELF:
+            # One block: what the general case below does, without its columns.
+            check = int.from_bytes(op.checks, "little")
+            self.size += shelf.put_one(column, base + check)
+            out.append(ClaimsAdded(holder, op.namespace, op.tier, op.shape, (column,), (check,), (op.start,)))
             return
-        hashes, checks = unpack_hashes(op.hashes), unpack_checks(op.checks)
+        hashes, checks = unpack_hashes(column), unpack_checks(op.checks)
         if shelf.size + len(hashes) > limits.MAX_CLAIMS_PER_SHELF:
             self.refused += len(hashes)
             return
-        base = (n << _N_SHIFT) + (op.start << _POSITION_SHIFT)
         positions: range | tuple[int, ...] = range(op.start, op.start + len(hashes))
-        values = [base + (i << _POSITION_SHIFT) + check for i, check in enumerate(checks)]
+        values = list(map(add, range(base, base + (len(hashes) << _POSITION_SHIFT), _ONE_POSITION), checks))
         if replayed:
             keep = [i for i, block in enumerate(hashes) if (shelf.get(block) or 0) >> _N_SHIFT < n]
             if len(keep) < len(hashes):
@@ -151,7 +180,7 @@ class ClaimTable:
 
     def remove(self, holder: Origin, n: int, op: BlocksRemoved, out: list[ClaimChange], replayed: bool = False) -> None:
         """Apply one removal; blocks that are not claimed are ignored."""
-        shelf = self._holders.get(holder, {}).get(ShelfKey(op.namespace, op.tier, op.shape))
+        shelf = self.shelves(holder).get((op.namespace, op.tier, op.shape))
         if shelf is None:
             return
         hashes = unpack_hashes(op.hashes)
@@ -165,7 +194,7 @@ class ClaimTable:
     def clear(self, holder: Origin, n: int, tier: Tier | None, out: list[ClaimChange], replayed: bool = False) -> None:
         """The holder holds nothing any more in that tier, or in any."""
         shelves = self._holders.get(holder, {})
-        for key in [key for key in shelves if tier is None or key.tier is tier]:
+        for key in [key for key in shelves if tier is None or key[1] is tier]:
             if not replayed:
                 self._drop_shelf(holder, key, shelves.pop(key), out)
                 continue
@@ -186,7 +215,7 @@ class ClaimTable:
     def drop_below(self, digest: bytes, purges: int, out: list[ClaimChange]) -> None:
         """The namespace was purged: drop every claim that did not follow all `purges`."""
         for holder, shelves in self._holders.items():
-            for key in [key for key, shelf in shelves.items() if key.digest == digest and shelf.epoch < purges]:
+            for key in [key for key, shelf in shelves.items() if key[0] == digest and shelf.epoch < purges]:
                 self._drop_shelf(holder, key, shelves.pop(key), out)
 
     def holders(self) -> list[Origin]:
@@ -202,9 +231,9 @@ class ClaimTable:
         the slowest tier that reading it needs. Costs one probe a shelf and a few for each block of a run."""
         for holder, shelves in self._holders.items():
             groups: dict[tuple[bytes, bytes], list[tuple[Tier, Shelf]]] = {}
-            for key, shelf in shelves.items():
+            for (digest, tier, shape), shelf in shelves.items():
                 if shelf.size:
-                    groups.setdefault((key.digest, key.shape), []).append((key.tier, shelf))
+                    groups.setdefault((digest, shape), []).append((tier, shelf))
             for (_, shape), group in groups.items():
                 group.sort(key=lambda item: item[0])
                 length, slowest = _run(group, blocks, checks)
@@ -225,7 +254,8 @@ class ClaimTable:
             _META.pack(value >> _N_SHIFT, value >> _POSITION_SHIFT & _POSITION_MASK, value & _CHECK_MASK)
             for value in map(table.__getitem__, hashes)
         )
-        return ClaimPage(holder, shelf.namespace, shelf.epoch, key.tier, key.shape, part, b"".join(hashes), meta)
+        _, tier, shape = key
+        return ClaimPage(holder, shelf.namespace, shelf.epoch, tier, shape, part, b"".join(hashes), meta)
 
     def take_page(self, page: ClaimPage, base: int, purges: int, out: list[ClaimChange]) -> int:
         """Replace one part of a shelf by what a snapshot says of it; claims above `base` stay unless it has newer.
@@ -235,7 +265,7 @@ class ClaimTable:
         """
         if page.epoch < purges:
             return 0
-        holder, key = page.origin, ShelfKey(page.namespace.digest, page.tier, page.shape)
+        holder, key = page.origin, (page.namespace.digest, page.tier, page.shape)
         shelf = self._shelf(holder, key, page.namespace, page.epoch, out)
         if shelf is None:
             return 0
@@ -293,27 +323,31 @@ class ClaimTable:
         self, holder: Origin, key: ShelfKey, namespace: NamespaceRef, epoch: int, out: list[ClaimChange]
     ) -> Shelf | None:
         """The shelf to write claims of that epoch to; None when it already follows more purges."""
-        shelves = self._holders.setdefault(holder, {})
+        shelves = self._holders.get(holder)
+        if shelves is None:
+            shelves = self._holders[holder] = {}
         shelf = shelves.get(key)
-        if shelf is not None and shelf.epoch < epoch:
-            self._drop_shelf(holder, key, shelves.pop(key), out)
-            shelf = None
-        if shelf is None:
+        if shelf is not None and shelf.epoch == epoch:
+            return shelf
+        if shelf is None or shelf.epoch < epoch:
+            if shelf is not None:
+                self._drop_shelf(holder, key, shelves.pop(key), out)
             shelf = shelves[key] = Shelf(namespace, epoch)
-        return shelf if shelf.epoch == epoch else None
+            return shelf
+        return None
 
     def _drop_shelf(self, holder: Origin, key: ShelfKey, shelf: Shelf, out: list[ClaimChange]) -> None:
         self.size -= shelf.size
         for table in shelf.tables():
             if table:
-                out.append(ClaimsRemoved(holder, shelf.namespace, key.tier, key.shape, tuple(table)))
+                out.append(ClaimsRemoved(holder, shelf.namespace, key[1], key[2], tuple(table)))
                 self._garbage.append(table)
 
     def _pop(self, holder: Origin, key: ShelfKey, shelf: Shelf, blocks: list[bytes], out: list[ClaimChange]) -> None:
         gone = shelf.pop(blocks)
         if gone:
             self.size -= len(gone)
-            out.append(ClaimsRemoved(holder, shelf.namespace, key.tier, key.shape, gone))
+            out.append(ClaimsRemoved(holder, shelf.namespace, key[1], key[2], gone))
 
 
 def _pack(n: int, position: int, check: int) -> int:

@@ -1,7 +1,12 @@
-"""What a replica wants done. Effects are performed in order; none of them can fail the step that gave them out."""
+"""What a replica wants done. Effects are performed in order; none of them can fail the step that gave them out.
+
+Those that come by the hundred thousand are structs and not dataclasses: they are made in a tenth of the time.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from kv_consistency.errors import ConsistencyError
 from kv_consistency.hlc import Timestamp
@@ -27,8 +32,7 @@ class SendTo:
     message: ReplicaMessage
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimsAdded:
+class ClaimsAdded(msgspec.Struct, frozen=True, gc=False):
     """The holder has these blocks in that tier. Columns of equal length.
 
     Args:
@@ -46,8 +50,7 @@ class ClaimsAdded:
     positions: range | tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimsRemoved:
+class ClaimsRemoved(msgspec.Struct, frozen=True, gc=False):
     """The holder no longer has these blocks in that tier; only blocks that were added before are named."""
 
     holder: Origin
@@ -57,8 +60,7 @@ class ClaimsRemoved:
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HolderDropped:
+class HolderDropped(msgspec.Struct, frozen=True, gc=False):
     """Nothing of this life of a node is readable any more."""
 
     holder: Origin
@@ -67,8 +69,7 @@ class HolderDropped:
 ClaimChange = ClaimsAdded | ClaimsRemoved | HolderDropped
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimsChanged:
+class ClaimsChanged(msgspec.Struct, frozen=True, gc=False):
     """What the prefix index must learn, in order; this node's own claims are among them."""
 
     changes: tuple[ClaimChange, ...]

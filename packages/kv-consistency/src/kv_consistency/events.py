@@ -4,6 +4,8 @@ error, and then nothing was changed. Every event brings the time at which it hap
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from kv_consistency.messages import ReplicaMessage
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier
 from kv_consistency.version_vector import CausalToken
@@ -108,8 +110,7 @@ class LocalRaise:
     after: CausalToken = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message of `MESSAGES` from that peer, decoded; the bus has checked who sent it.
 
     `incarnation`: which life of the peer sent it. A bus that refuses messages of former lives need not say.

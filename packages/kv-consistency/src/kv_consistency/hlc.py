@@ -29,8 +29,8 @@ from kv_core.ids import NodeId
 
 _REBASE_NS: Final = 1_000_000_000
 _DRIFT_DIVISOR: Final = 1000
-"""A wall may steadily gain a thousandth of the time passed (NTP slews by half of that); what it gains beyond that adds
-up until it counts as a jump."""
+"""A wall may steadily gain or lose a thousandth of the time passed (NTP slews by half of that); what it gains beyond
+that adds up until it counts as a jump."""
 
 
 class Timestamp(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -214,14 +214,14 @@ class HybridLogicalClock:
         elapsed = now_ns - reference[0]
         expected = reference[1] + elapsed
         ahead = wall_ns - expected
-        if ahead < 0:
-            self._reference = (now_ns, wall_ns)  # it stepped back or runs slow: measure from here
-        elif ahead > self._jump_max and wall_ns > self._wall + self._jump_max:
-            # A wall that only returns to where our clock already is (set back, then right again) is no news.
+        if ahead > self._jump_max and wall_ns > self._wall + self._jump_max:
+            # A wall that only goes to where our clock already is (a peer's stamp took it there) is no news.
             self._jumps += 1
             raise ClockJumpedError(ahead_ns=ahead, jump_max_ns=self._jump_max)
-        elif elapsed >= _REBASE_NS:
-            self._reference = (now_ns, expected + min(ahead, elapsed // _DRIFT_DIVISOR))
+        if elapsed >= _REBASE_NS:
+            # A wall that was set back is expected to return: the reference follows it no faster than any drift.
+            drift = elapsed // _DRIFT_DIVISOR
+            self._reference = (now_ns, expected + max(-drift, min(ahead, drift)))
 
     def accept_wall(self, wall_ns: int, now_ns: int) -> None:
         """Trust the wall clock again as it reads now, after a jump that a person or a peer has confirmed."""

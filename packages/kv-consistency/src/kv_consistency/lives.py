@@ -12,9 +12,10 @@ _NONE = Incarnation(0)
 class Lives:
     """What one replica knows of births and deaths."""
 
-    __slots__ = ("_floors", "_newest", "_over", "members")
+    __slots__ = ("_current", "_floors", "_newest", "_over", "members")
 
     def __init__(self) -> None:
+        self._current: set[Origin] = set()
         self._newest: dict[NodeId, Incarnation] = {}
         self._over: dict[Origin, int] = {}
         self._floors: dict[NodeId, Incarnation] = {}
@@ -23,6 +24,8 @@ class Lives:
 
     def is_over(self, origin: Origin) -> bool:
         """Whether that life is over."""
+        if origin in self._current:
+            return False
         node, incarnation = origin.node, origin.incarnation
         if incarnation < self._newest.get(node, _NONE) or incarnation < self._floors.get(node, _NONE):
             return True
@@ -42,12 +45,16 @@ class Lives:
 
     def seen(self, origin: Origin, now_ns: int) -> Origin | None:
         """That life was heard of; returns the life before it that is over by that, if it was not yet."""
+        if origin in self._current:
+            return None
         before = self._newest.get(origin.node)
         if before is not None and origin.incarnation <= before:
             return None
         former = None if before is None else Origin(origin.node, before)
         was_over = former is None or self.is_over(former)
         self._newest[origin.node] = origin.incarnation
+        if not self.is_over(origin):
+            self._current.add(origin)
         if former is None or was_over:
             return None
         self._end(former, now_ns)
@@ -74,6 +81,7 @@ class Lives:
         self._floors[node] = max(below, self._floors.get(node, _NONE))
         for origin in [origin for origin in self._over if origin.node == node and origin.incarnation < below]:
             del self._over[origin]
+        self._current = {o for o in self._current if o.node != node or o.incarnation >= below}
         if self.members.get(node, below) < below:
             del self.members[node]
 
@@ -86,8 +94,12 @@ class Lives:
         for node, incarnation in self.members.items():
             assert self._newest[node] == incarnation and not self.is_over(Origin(node, incarnation))
         assert all(self.is_over(origin) for origin in self._over)
+        assert not self._current & self._over.keys()
+        for origin in self._current:
+            assert origin.incarnation == self._newest[origin.node] >= self._floors.get(origin.node, _NONE)
 
     def _end(self, origin: Origin, now_ns: int) -> None:
         self._over[origin] = now_ns
+        self._current.discard(origin)
         if self.is_member(origin):
             del self.members[origin.node]

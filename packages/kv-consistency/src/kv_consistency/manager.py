@@ -212,6 +212,22 @@ class KvCacheConsistencyManager:
         effects, self._effects = self._effects, []
         return effects
 
+    def stamp(self, at: Instant) -> Timestamp:
+        """A stamp for something that is no update, such as a bus envelope; a jump of the wall is not followed.
+
+        Raises:
+            ClockBoundReachedError: a higher clock bound must be persisted first.
+        """
+        return self._replica.tick(at, self._effects)
+
+    def follow(self, remote: Timestamp, at: Instant) -> Timestamp:
+        """The stamp of receiving something that is no update and carries `remote`.
+
+        Raises:
+            RemoteClockAheadError, ClockBoundReachedError: as the clock.
+        """
+        return self._replica.clock.merge(remote, self._replica.trusted_wall(at, self._effects))
+
     def register_update(
         self,
         request_id: RequestId,

@@ -161,20 +161,16 @@ def _take_updates(
     """Updates of one origin, from it or from a peer that keeps its log."""
     state = replica.state
     buffer = state.buffer
-    if _is_self(replica, origin, out):
-        return
-    if origin == replica.origin:
-        if head > buffer.applied(origin):
-            # Somebody else issues under our name: a second process with this incarnation.
+    if origin.node == replica.origin.node and origin.incarnation >= replica.origin.incarnation:
+        if origin != replica.origin or head > buffer.applied(origin):
+            # A later life of this node, or a second process that issues under our name.
             replica.fence(origin.incarnation, out)
         return
-    if state.lives.is_over(origin) and event.peer not in state.lives.members:
-        # Only from members: then what they agree upon is all there will ever be.
-        return
-    if buffer.retired(origin):
-        return
-    if not buffer.knows(origin) and buffer.num_origins() >= limits.MAX_ORIGINS:
-        raise LimitReachedError(what="origins", have=buffer.num_origins(), limit=limits.MAX_ORIGINS)
+    if not buffer.knows(origin):
+        if buffer.retired(origin):
+            return
+        if buffer.num_origins() >= limits.MAX_ORIGINS:
+            raise LimitReachedError(what="origins", have=buffer.num_origins(), limit=limits.MAX_ORIGINS)
     if updates:
         last = updates[-1]
         if not _follow_clock(replica, Timestamp(last.wall_ns, last.logical, origin.node), event.at, out):
@@ -182,11 +178,13 @@ def _take_updates(
     changes = Changes(event.at.now_ns)
     _meet(replica, origin, changes, out)
     deliveries = buffer.offer(origin, updates)
-    state.apply(deliveries, changes)
+    if deliveries:
+        state.apply(deliveries, changes)
     if head > buffer.applied(origin):
         buffer.note_head(origin, head)
         _pursue(replica, origin, event.peer, event.at.now_ns, head)
-    _close_session(replica, changes, out)
+    if replica.session is not None:
+        _close_session(replica, changes, out)
     replica.settle(changes, out)
 
 
@@ -205,6 +203,9 @@ def _pursue(replica: Replica, origin: Origin, peer: NodeId, now_ns: int, head: i
 
 def _take_range(replica: Replica, event: Received, reply: RangeReply, out: list[Effect]) -> None:
     origin, peer, now = reply.origin, event.peer, event.at.now_ns
+    if replica.state.lives.is_over(origin) and peer not in replica.state.lives.members:
+        # Only from members: then what they agree upon is all there will ever be.
+        return
     before = replica.state.buffer.available(origin)
     _take_updates(replica, event, origin, reply.updates, reply.head, out)
     useful = replica.state.buffer.available(origin) > before

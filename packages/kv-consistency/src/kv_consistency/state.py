@@ -6,7 +6,6 @@ R1: two states that applied the same updates and know the same lives to be over 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from kv_consistency import limits
 from kv_consistency.causal_buffer import CausalBuffer, Delivery
@@ -29,16 +28,18 @@ from kv_consistency.version_vector import Dot, Origin
 from kv_core.ids import RequestId
 
 
-@dataclass(slots=True)
 class Changes:
     """What one step changed: for the index, for whoever holds something for a request, for those that wait."""
 
-    now_ns: int
-    claims: list[ClaimChange] = field(default_factory=list)
-    requests: list[RequestEnded | RequestFenced] = field(default_factory=list)
-    written: dict[RequestId, None] = field(default_factory=dict)
-    advanced: dict[Origin, None] = field(default_factory=dict)
-    purged: bool = False
+    __slots__ = ("advanced", "claims", "now_ns", "purged", "requests", "written")
+
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        self.claims: list[ClaimChange] = []
+        self.requests: list[RequestEnded | RequestFenced] = []
+        self.written: dict[RequestId, None] = {}
+        self.advanced: dict[Origin, None] = {}
+        self.purged = False
 
 
 class State:

@@ -138,7 +138,7 @@ class _PageWriter:
 
     def _fill_claims(self, index: int, cursor: _Cursor) -> _Cursor | None:
         origin = self._origins[index]
-        begin = ShelfKey(cursor.digest, Tier(cursor.tier), cursor.shape)
+        begin = (cursor.digest, Tier(cursor.tier), cursor.shape)
         shelves = self._state.claims.shelves(origin)
         for key in sorted(key for key in shelves if key >= begin):
             # A shelf that was split since the last page is sent again from its first part: harmless, pages replace.
@@ -147,7 +147,7 @@ class _PageWriter:
                 if key == begin and part < cursor.part:
                     continue
                 if self._left <= 0:
-                    return _Cursor(2, index, key.digest, key.tier.value, key.shape, part)
+                    return _Cursor(2, index, key[0], key[1].value, key[2], part)
                 page = self._state.claims.page(origin, key, part)
                 self.claims.append(page)
                 self._left -= 64 + len(page.hashes) + len(page.meta)
@@ -194,7 +194,7 @@ class Session:
             base = self.snapshots.get(claims.origin)
             if base is None or state.lives.is_over(claims.origin):
                 continue
-            self.seen[claims.origin].add(ShelfKey(claims.namespace.digest, claims.tier, claims.shape))
+            self.seen[claims.origin].add((claims.namespace.digest, claims.tier, claims.shape))
             highest = state.take_claims(claims, base, changes)
             state.replayed[claims.origin] = max(highest, state.replayed.get(claims.origin, 0))
         self.cursor = page.cursor

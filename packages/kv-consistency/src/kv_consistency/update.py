@@ -17,6 +17,7 @@ step, or none.
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Annotated, Final
 
 import msgspec
@@ -50,6 +51,8 @@ class Tier(IntEnum):
     HOST = 1
     DISK = 2
     REMOTE = 3
+
+    __hash__ = int.__hash__  # Enum's own is a Python function, and tiers are keys wherever claims are
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -254,9 +257,15 @@ def pack_checks(checks: Iterable[int]) -> bytes:
 
 def unpack_hashes(column: bytes) -> tuple[bytes, ...]:
     """The sequence hashes of a column."""
-    return struct.unpack("16s" * (len(column) // HASH_BYTES), column)
+    count = len(column) // HASH_BYTES
+    return (column,) if count == 1 else _layouts(count)[0].unpack(column)
 
 
 def unpack_checks(column: bytes) -> tuple[int, ...]:
     """The second hashes of a column."""
-    return struct.unpack(f"<{len(column) // CHECK_BYTES}I", column)
+    return _layouts(len(column) // CHECK_BYTES)[1].unpack(column)
+
+
+@lru_cache(maxsize=limits.MAX_BLOCKS_PER_RUN)
+def _layouts(count: int) -> tuple[struct.Struct, struct.Struct]:
+    return struct.Struct("16s" * count), struct.Struct(f"<{count}I")
