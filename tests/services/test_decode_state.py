@@ -360,7 +360,7 @@ def enabled(w: World) -> list[str]:
     return kinds
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 839), st.integers(0, 3), st.integers(0, 30)), min_size=10, max_size=120),
     st.integers(5, 12),

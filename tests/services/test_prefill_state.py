@@ -523,7 +523,7 @@ def happen(w: World, kind: str, now: int, pick: int, number: int, epochs: dict[i
             w.step(PrefillTimePassed(now))
 
 
-@settings(max_examples=250)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 839), st.integers(0, 3), st.integers(0, 40)), min_size=10, max_size=120),
     st.integers(5, 14),
