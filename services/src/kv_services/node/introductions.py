@@ -48,7 +48,9 @@ class Introducer:
             KVError: the peer cannot be reached by the deadline, or refuses.
         """
         incarnation = self._cluster.incarnation(node_id)
-        if incarnation and self._known.get(node_id) == incarnation:
+        known = self._known.get(node_id)
+        # A reader that is no member (life 0 here) introduced itself; nobody could ask it.
+        if known is not None and incarnation in (known, 0):
             return
         task = self._asking.get(node_id)
         if task is None:

@@ -6,8 +6,13 @@ nobody is served from memory that is gone.
 """
 
 import asyncio
+import contextlib
+import hashlib
 import logging
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from kv_bus.interface import Reply, Request
@@ -39,6 +44,9 @@ from kv_services.status_report import SlotCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
 
 TICK_S: Final = 0.25
+SOCKET_PATH_MAX: Final = 107
+SOCKET_NAME_MAX: Final = 48
+"""Room for the name that the agent gives its socket within the folder."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +54,11 @@ _log = logging.getLogger(__name__)
 class Memory:
     """A node's arena, agent and transfer engine. A supervised child: `start`, `run`, `close`."""
 
-    def __init__(self, arena: Arena, agent: TransferAgent, transfers: KVCacheTransferEngine) -> None:
+    def __init__(
+        self, arena: Arena, agent: TransferAgent, transfers: KVCacheTransferEngine, sockets: Path | None
+    ) -> None:
         self.arena, self.agent, self.transfers = arena, agent, transfers
+        self._sockets = sockets
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -64,6 +75,9 @@ class Memory:
         await self.transfers.close()
         await self.agent.close()
         self.arena.close()
+        if self._sockets is not None:
+            with contextlib.suppress(OSError):
+                self._sockets.rmdir()
 
 
 class NodeWork:
@@ -201,6 +215,16 @@ class NodeWork:
             self.leases.reader_died(effect.node_id)
 
 
+def socket_folder(state_path: Path, node_id: str) -> Path:
+    """Where a node's unix sockets lie: with its state, or in a short place of its own when the path would be too long
+    for a socket (108 bytes)."""
+    folder = state_path / "sockets" / node_id
+    if len(str(folder)) + SOCKET_NAME_MAX <= SOCKET_PATH_MAX:
+        return folder
+    digest = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"kv-sockets-{os.getuid()}-{digest}"
+
+
 def build(base: Base) -> list[ChildSpec]:
     """The children of a node that holds KV.
 
@@ -214,12 +238,13 @@ def build(base: Base) -> list[ChildSpec]:
     geometry = model.info.geometry.block_geometry(config.model.dtype, config.model.block_size)
     arena = Arena.create(geometry, node.num_slots(geometry.block_nbytes), Layout(config.model.layout), name=node.id)
     transport = config.transport
+    sockets = None if transport.backend == "tcp" else socket_folder(config.state_path, node.id)
     agent = TransferAgent(
         node.node_id,
         base.incarnation,
         TransportConfig(
             transport=transport.backend,
-            socket_folder=None if transport.backend == "tcp" else config.state_path / "sockets" / node.id,
+            socket_folder=sockets,
             tcp_host=None if transport.backend == "shm" else node.host,
             tcp_port=node.data_port,
             tcp_streams=transport.streams,
@@ -252,7 +277,7 @@ def build(base: Base) -> list[ChildSpec]:
     nbytes = arena.num_slots * geometry.block_nbytes
     _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
     return [
-        keep("memory", Memory(arena, agent, ctx.transfers)),
+        keep("memory", Memory(arena, agent, ctx.transfers, sockets)),
         keep("work", work),
         keep("http", base.side_http()),
     ]

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from kv_bus.interface import Bus, Event, Reply, Request, Stamp
 from kv_consistency.effects import (
@@ -74,6 +74,7 @@ NAMESPACES_MAX: Final = 4096
 _log = logging.getLogger(__name__)
 
 
+R = TypeVar("R")
 Offload = Callable[[Callable[[], None]], "asyncio.Future[None]"]
 
 
@@ -271,14 +272,16 @@ class ReplicaService:
         Raises:
             FencedError: the request has a newer owner.
         """
-        self.manager.register_update(
-            request_id,
-            num_tokens,
-            [self.manager.origin.node],
-            checksum=checksum,
-            epoch=owner,
-            namespace=self.know(namespace),
-            at=self._now(),
+        self._within_bound(
+            lambda: self.manager.register_update(
+                request_id,
+                num_tokens,
+                [self.manager.origin.node],
+                checksum=checksum,
+                epoch=owner,
+                namespace=self.know(namespace),
+                at=self._now(),
+            )
         )
         self._drain()
 
@@ -315,7 +318,7 @@ class ReplicaService:
 
     def own(self, request_id: RequestId) -> tuple[OwnerEpoch, bytes]:
         """Own the request's next epoch; former owners are fenced. Also gives the token that a node must follow."""
-        epoch = self.manager.take_ownership(request_id, at=self._now())
+        epoch = self._within_bound(lambda: self.manager.take_ownership(request_id, at=self._now()))
         self._drain()
         return epoch, self.manager.token(request_id).to_bytes()
 
@@ -371,9 +374,18 @@ class ReplicaService:
         except ConsistencyError as error:
             _log.warning("replica refused %s: %s", type(event).__name__, error)
 
+    def _within_bound(self, change: Callable[[], R]) -> R:
+        """Make a change that takes a stamp, with a higher clock bound if it needs one (see `ReplicaStamper`)."""
+        try:
+            return change()
+        except ClockBoundReachedError:
+            # Refused changes changed nothing, so the same one may be made again.
+            self.renew_clock_bound()
+            return change()
+
     def _step(self, event: ReplicaEvent) -> None:
         try:
-            effects = self.manager.step(event)
+            effects = self._within_bound(lambda: self.manager.step(event))
         except ReplicaFencedError as error:
             self._over = self._over or error
             raise
