@@ -51,7 +51,7 @@ sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
 docs: setup ## Write the reference pages of the manual from the code, then check every link
-	@$(BIN)/python -m docs.reference
+	@$(BIN)/python -m docs.make_reference
 	@$(BIN)/python -m tests.docs_links
 
 clean: ## Remove everything that was built, .venv included

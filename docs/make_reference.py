@@ -1,4 +1,4 @@
-"""Writes the reference pages of the manual from the code: `python -m docs.reference`, or `--check` to compare only.
+"""Writes the reference pages of the manual from the code: `python -m docs.make_reference`; `--check` only compares.
 
 What the code can say of itself is never written twice: the commands with their options, the fields of a cluster file
 with types and defaults, and the metrics.
