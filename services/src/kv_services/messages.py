@@ -10,17 +10,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kv_client.messages import AgentIntroduced as AgentIntroduced
+from kv_client.messages import IntroduceAgent as IntroduceAgent
+from kv_client.messages import LeasePrefix as LeasePrefix
+from kv_client.messages import NamespaceFields as NamespaceFields
+from kv_client.messages import PrefixLeased as PrefixLeased
+from kv_client.messages import ReleaseLease as ReleaseLease
 from kv_core import limits
 from kv_core.compatibility import Compatibility
-from kv_core.dtypes import parse_dtype
-from kv_core.namespace import Fidelity, Namespace
 from kv_core.wire import Message
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_INT64)]
 Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenBytes = Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_TOKENS_PER_REQUEST)]
-Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class OutputToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -29,53 +32,6 @@ class OutputToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_id: Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-class NamespaceFields(msgspec.Struct, frozen=True, array_like=True):
-    """A `Namespace` on the wire."""
-
-    model_id: Name
-    weights_revision: Name
-    salt: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)]
-    dtype: Name
-    fidelity: Name
-    block_size: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCK_SIZE)]
-    lora_name: Name | None = None
-    lora_revision: Name | None = None
-
-    @classmethod
-    def of(cls, namespace: Namespace) -> "NamespaceFields":
-        return cls(
-            namespace.model_id,
-            namespace.weights_revision,
-            namespace.salt,
-            namespace.dtype.value,
-            str(namespace.fidelity),
-            namespace.block_size,
-            namespace.lora_name,
-            namespace.lora_revision,
-        )
-
-    def namespace(self) -> Namespace:
-        """The namespace these fields name.
-
-        Raises:
-            InvalidNamespaceError, UnknownDTypeError: fields that cannot be.
-        """
-        return Namespace(
-            model_id=self.model_id,
-            weights_revision=self.weights_revision,
-            lora_name=self.lora_name,
-            lora_revision=self.lora_revision,
-            salt=self.salt,
-            dtype=parse_dtype(self.dtype),
-            fidelity=Fidelity.parse(self.fidelity),
-            block_size=self.block_size,
-        )
-
-    def __repr__(self) -> str:
-        # The salt is the tenant's secret.
-        return f"NamespaceFields({self.model_id}@{self.weights_revision[:12]}, {self.dtype}, {self.fidelity})"
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -118,18 +74,6 @@ class LifeIsOver(Message, frozen=True, tag="life_is_over"):
     claims are gone here, so it must begin a new one."""
 
     incarnation: Count
-
-
-class IntroduceAgent(Message, frozen=True, tag="introduce_agent"):
-    """Here is how to reach my arena; the reply is the peer's own. Travels on the authenticated bus only."""
-
-    metadata: bytes
-
-
-class AgentIntroduced(Message, frozen=True, tag="agent_introduced"):
-    """The reply to `IntroduceAgent`."""
-
-    metadata: bytes
 
 
 class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
@@ -243,33 +187,6 @@ class Ack(Message, frozen=True, tag="ack"):
     """Heard; nothing more to say."""
 
 
-class LeasePrefix(Message, frozen=True, tag="lease_prefix"):
-    """Let me read blocks `[first_block, num_blocks)` of the prefix of `num_blocks` blocks whose last hash is this. The
-    holder compares `token_digest`, over all tokens of the prefix, with its own stored tokens."""
-
-    namespace: NamespaceFields
-    sequence: Digest
-    check: Count
-    first_block: Count
-    num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
-    token_digest: bytes
-    lease_ns: Count
-
-
-class PrefixLeased(Message, frozen=True, tag="prefix_leased"):
-    """The blocks stay where they are for `lease_ns`, or until `ReleaseLease`."""
-
-    lease_id: Count
-    grant: bytes
-    lease_ns: Count
-
-
-class ReleaseLease(Message, frozen=True, tag="release_lease"):
-    """The reader is done."""
-
-    lease_id: Count
-
-
 ROLE_MESSAGES: tuple[type[Message], ...] = (
     Heartbeat,
     LifeIsOver,
@@ -289,4 +206,4 @@ ROLE_MESSAGES: tuple[type[Message], ...] = (
     PrefixLeased,
     ReleaseLease,
 )
-"""Everything above, for the registry of a process."""
+"""Everything above and what readers of prefixes say, for the registry of a process."""
