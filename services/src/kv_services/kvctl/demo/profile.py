@@ -23,8 +23,8 @@ SLOTS: Final = 256
 
 def demo_config(ports: PortReservation, model: Path | None) -> ClusterConfig:
     """The cluster file of the demo."""
-    # Every token is compared, and a prefix found in the cache is cut elsewhere than one computed whole: KV in fp32 keeps
-    # the rounding of that far below any gap between two tokens.
+    # Every token is compared, and a prefix found in the cache is cut elsewhere than one computed whole: in fp32 the
+    # rounding of that stays far below any gap between two tokens.
     section = ModelSection(kv_dtype="fp32")
     if model is not None:
         section = ModelSection(id=model.stem.lower()[:128], path=str(model.absolute()), kv_dtype="fp32")
