@@ -345,7 +345,9 @@ def _bury(replica: Replica, origin: Origin, at: Instant, changes: Changes, out: 
 def _end_life(replica: Replica, origin: Origin, changes: Changes, out: list[Effect], at: Instant | None) -> None:
     """Nothing that life claimed is readable; who waits for what it alone had is told."""
     replica.state.claims.drop_holder(origin, changes.claims)
-    replica.state.buffer.forget_parked(origin)
+    for ended in replica.state.lives.over():
+        # What is parked of a life that is over is only to come from members that applied it, and what it follows.
+        replica.state.buffer.forget_parked(ended)
     replica.anti_entropy.remove_peer(origin)
     replica.new_peers.discard(origin.node)
     replica.ahead.discard(origin.node)
