@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kv_core.block import Layout
 from kv_core.dtypes import DType
 from kv_core.errors import KVError
+from kv_services.engine import limits
 from kv_services.engine.interface import DecodeInput, FloatArray, Model, NoHooks, PagedKV, Stepped
 from kv_services.engine.paged_kv import BufferPagedKV
 
@@ -212,6 +213,24 @@ def greedy(
         logits = step(model, kv, answer[-1], len(tokens) + len(answer) - 1, table)
         answer.append(int(logits.argmax()))
     return answer
+
+
+def blas_rows_are_stable() -> bool:
+    """Whether this BLAS gives a row the same bits at the same place of any group of `PRODUCT_ROWS` rows: asked of it
+    directly, not of the engine."""
+    rng, size = np.random.default_rng(0), limits.PRODUCT_ROWS
+    for outputs, inputs in ((64, 32), (80, 32), (32, 40), (960, 576), (576, 1536)):
+        weight, rows = (
+            rng.standard_normal((outputs, inputs), np.float32),
+            rng.standard_normal((240, inputs), np.float32),
+        )
+        whole = rows @ weight.T
+        for begin in (0, size, 3 * size):
+            for count in (1, 2, 5):
+                part = slice(begin, begin + count * size)
+                if not np.array_equal(rows[part] @ weight.T, whole[part]):
+                    return False
+    return True
 
 
 @dataclass(slots=True)

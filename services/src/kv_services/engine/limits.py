@@ -7,11 +7,16 @@ from kv_core.limits import MAX_STRING_BYTES
 BATCH_SEQUENCES_MAX: Final = 256
 """Sequences in one decode step: more would make the step longer than a client waits for a token."""
 
-PREFILL_CHUNK_TOKENS: Final = 512
-"""Rows of one matrix product: large enough for full speed, and a cancellation waits for one chunk of one layer."""
+PREFILL_CHUNK_TOKENS: Final = 480
+"""Tokens computed at once: enough rows for the full speed of a matrix product, a multiple of 48 (its rows, and most
+block sizes), and a cancellation waits for one chunk of one layer."""
+
+PRODUCT_ROWS: Final = 24
+"""Rows of a matrix product come in multiples of this, each at its position modulo this; see `llama_math`. The widest
+kernels of the BLAS libraries in use take 4, 8, 12 or 24 rows at a time."""
 
 ATTENTION_SCORES_MAX: Final = 1 << 24
-"""Elements of one score matrix (64 MiB): a chunk is cut shorter when its context is long."""
+"""Elements of one score matrix (64 MiB), as long as one KV head's fits: heads are taken in turns beyond that."""
 
 STOP_TOKENS_MAX: Final = 16
 """End tokens of a model; real ones have one to four."""
@@ -34,8 +39,9 @@ GGUF_TENSORS_MAX: Final = 16_384
 CACHE_LOCK_TIMEOUT_NS: Final = 600 * 10**9
 """How long a process waits for another that unpacks the same weights: a large model from a slow disk."""
 
-SINGLE_ROWS_MAX: Final = 4
-"""Rows up to which a matrix is applied row by row; see `llama_math.linear`."""
+ATTENTION_TILE_ROWS: Final = 48
+"""Query rows of one score matrix, at a position that is a multiple of this: long enough for a fast product, short
+enough to skip most of the keys that come later."""
 
-ATTENTION_TILE_ROWS: Final = 128
-"""Query rows of one score matrix: long enough for a fast product, short enough to skip the keys that come later."""
+WEIGHT_PIECE_BYTES: Final = 512 << 10
+"""A piece of a matrix that several rows are multiplied with one after the other: half of a usual second-level cache."""

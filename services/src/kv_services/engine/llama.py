@@ -8,11 +8,13 @@ one computed where the KV was sent see the same numbers.
 Keeps no state between calls and only reads its weights: one instance may serve several threads.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
+from kv_services.engine import limits
 from kv_services.engine.elements import encode, rows_fit
 from kv_services.engine.errors import ComputeCancelledError, KVRangeError
 from kv_services.engine.interface import (
@@ -25,10 +27,22 @@ from kv_services.engine.interface import (
     PrefillHooks,
     TokenArray,
 )
-from kv_services.engine.llama_math import attention, linear, rms_norm, rope_tables, rotate, swiglu
+from kv_services.engine.llama_math import (
+    attend_one,
+    attend_span,
+    product,
+    rms_norm,
+    rope_tables,
+    rotate,
+    row_products,
+    swiglu,
+    tile_end,
+)
 from kv_services.engine.paged_kv import ReadPlan, plan_reads, read_blocks, write_tokens
-from kv_services.engine.stepping import Step, open_span, open_steps
+from kv_services.engine.stepping import Span, Step, open_span, open_steps
 from kv_services.engine.weights import LayerWeights, Weights
+
+Linear: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]
 
 
 class LlamaModel:
@@ -43,9 +57,9 @@ class LlamaModel:
         shape, info = weights.shape, weights.info
         self._weights, self._shape = weights, shape
         self._info = replace(info, max_context=min(max_context or info.max_context, info.max_context))
-        self._cos, self._sin = rope_tables(
-            self._info.max_context, shape.head_dim, shape.rope_theta, weights.rope_divisors
-        )
+        # A last product's padding reaches beyond the last position.
+        positions = self._info.max_context + limits.PRODUCT_ROWS
+        self._cos, self._sin = rope_tables(positions, shape.head_dim, shape.rope_theta, weights.rope_divisors)
 
     @property
     def info(self) -> ModelInfo:
@@ -56,45 +70,52 @@ class LlamaModel:
     ) -> None:
         """See `Model.prefill`."""
         span = open_span(self._info, kv, tokens, start, block_table)
-        context, reads = self._context(kv, span.stop), plan_reads(span.slots)
-        hidden: FloatArray = self._weights.embedding[span.tokens]
+        context, reads = self._context(kv, tile_end(span.stop)), plan_reads(span.slots)
+        chunks = [self._chunk(span, begin, end) for begin, end in span.chunks]
         with np.errstate(over="ignore"):
             for layer, weights in enumerate(self._weights.layers):
                 if start:
                     hooks.layer_needed(layer)
                     read_blocks(kv.kv(layer), reads, 0, -(-start // kv.geometry.block_size), context)
-                for begin, end in span.chunks:
+                for chunk in chunks:
                     if hooks.cancelled():
-                        raise ComputeCancelledError(layer=layer, token=begin)
-                    rows = hidden[begin - start : end - start]
-                    self._prefill_chunk(kv, layer, weights, rows, begin, reads, context, hooks)
+                        raise ComputeCancelledError(layer=layer, token=chunk.begin)
+                    self._prefill_chunk(kv, layer, weights, chunk, reads, context, hooks)
+
+    def _chunk(self, span: Span, begin: int, end: int) -> "_Chunk":
+        first = begin // limits.PRODUCT_ROWS * limits.PRODUCT_ROWS
+        rows = -(-(end - first) // limits.PRODUCT_ROWS) * limits.PRODUCT_ROWS
+        hidden = np.zeros((rows, self._shape.width), dtype=np.float32)
+        own = slice(begin - first, end - first)
+        hidden[own] = self._weights.embedding[span.tokens[begin - span.start : end - span.start]]
+        return _Chunk(begin, end, own, hidden, self._cos[first : first + rows], self._sin[first : first + rows])
 
     def _prefill_chunk(
         self,
         kv: PagedKV,
         layer: int,
         weights: LayerWeights,
-        rows: FloatArray,
-        begin: int,
+        chunk: "_Chunk",
         reads: ReadPlan,
         context: FloatArray,
         hooks: PrefillHooks,
     ) -> None:
-        """One layer of consecutive tokens; `rows` is their hidden state, updated in place."""
-        geometry, end = kv.geometry, begin + len(rows)
-        queries, keys_values = self._project(weights, rows, self._cos[begin:end], self._sin[begin:end])
-        if not rows_fit(keys_values, geometry.dtype).all():
+        """One layer of consecutive tokens, their hidden state updated in place."""
+        geometry, own = kv.geometry, chunk.own
+        queries, keys_values = self._project(weights, chunk.hidden, chunk.cos, chunk.sin, product)
+        if not rows_fit(keys_values[own], geometry.dtype).all():
             raise KVRangeError(layer=layer, dtype=geometry.dtype.value)
         view = kv.kv(layer)
-        write_tokens(view, reads.slots, begin, encode(keys_values, geometry.dtype))
-        first, last = begin // geometry.block_size, -(-end // geometry.block_size)
+        write_tokens(view, reads.slots, chunk.begin, encode(keys_values[own], geometry.dtype))
+        first, last = chunk.begin // geometry.block_size, -(-chunk.end // geometry.block_size)
         hooks.layer_written(layer, first, last)
         if layer + 1 == self._shape.num_layers:
             return  # nothing reads the hidden state of the last layer: the first token comes from `decode`
         read_blocks(view, reads, first, last, context)
-        mixed = np.empty((len(rows), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
-        attention(queries, context, end, mixed)
-        self._finish_layer(weights, rows, mixed)
+        context[:, :, chunk.end : tile_end(chunk.end)] = 0
+        mixed = np.zeros((len(chunk.hidden), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
+        attend_span(queries[own], context, chunk.end, mixed[own])
+        self._finish_layer(weights, chunk.hidden, mixed, product)
 
     def decode(self, kv: PagedKV, batch: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See `Model.decode`."""
@@ -115,7 +136,8 @@ class LlamaModel:
         geometry, view = kv.geometry, kv.kv(layer)
         rows = np.stack([step.hidden for step in moving])
         positions = [step.position for step in moving]
-        queries, keys_values = self._project(weights, rows, self._cos[positions], self._sin[positions])
+        cos, sin = self._cos[positions], self._sin[positions]
+        queries, keys_values = self._project(weights, rows, cos, sin, row_products)
         fit = rows_fit(keys_values, geometry.dtype)
         mixed = np.zeros((len(rows), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
         for row, step in enumerate(moving):
@@ -125,8 +147,8 @@ class LlamaModel:
             position = positions[row]
             write_tokens(view, step.reads.slots, position, encode(keys_values[row : row + 1], geometry.dtype))
             read_blocks(view, step.reads, 0, len(step.reads.slots), context)
-            attention(queries[row : row + 1], context, position + 1, mixed[row : row + 1])
-        self._finish_layer(weights, rows, mixed)
+            attend_one(queries[row], context, position + 1, mixed[row])
+        self._finish_layer(weights, rows, mixed, row_products)
         for row, step in enumerate(moving):
             step.layer = layer + 1
             # A copy: what may be parked must not keep the whole batch's state alive.
@@ -136,11 +158,11 @@ class LlamaModel:
         if steps:
             rows = np.stack([step.hidden for step in steps])
             normed = rms_norm(rows, self._weights.output_norm, self._shape.rms_eps)
-            for step, logits in zip(steps, linear(normed, self._weights.output), strict=True):
+            for step, logits in zip(steps, row_products(normed, self._weights.output), strict=True):
                 step.logits = logits
 
     def _project(
-        self, weights: LayerWeights, rows: FloatArray, cos: FloatArray, sin: FloatArray
+        self, weights: LayerWeights, rows: FloatArray, cos: FloatArray, sin: FloatArray, linear: Linear
     ) -> tuple[FloatArray, FloatArray]:
         """Rotated queries `(rows, num_heads, head_dim)` and KV `(rows, 2, num_kv_heads, head_dim)` of a layer."""
         shape, count = self._shape, len(rows)
@@ -150,7 +172,7 @@ class LlamaModel:
         keys_values = projected[:, shape.num_heads :].reshape(count, 2, shape.num_kv_heads, shape.head_dim)
         return projected[:, : shape.num_heads], keys_values
 
-    def _finish_layer(self, weights: LayerWeights, rows: FloatArray, mixed: FloatArray) -> None:
+    def _finish_layer(self, weights: LayerWeights, rows: FloatArray, mixed: FloatArray, linear: Linear) -> None:
         """Add the layer's attention and feed-forward to the hidden state, in place."""
         rows += linear(mixed, weights.attention_out)
         normed = rms_norm(rows, weights.ffn_norm, self._shape.rms_eps)
@@ -162,3 +184,16 @@ class LlamaModel:
         geometry = kv.geometry
         whole = -(-tokens // geometry.block_size) * geometry.block_size
         return np.empty((2, geometry.num_kv_heads, whole, geometry.head_dim), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens at positions `[begin, end)` on their way through the layers; `own` are their rows in `hidden`, the others
+    are padding (R2 of `llama_math`)."""
+
+    begin: int
+    end: int
+    own: slice
+    hidden: FloatArray
+    cos: FloatArray
+    sin: FloatArray

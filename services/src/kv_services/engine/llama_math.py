@@ -2,6 +2,19 @@
 
 Sources: RMSNorm (Zhang and Sennrich 2019), rotary embedding in the half-split form (Su et al. 2021, as in Hugging
 Face's Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+
+A token's numbers must not depend on its company. Stored in bf16, a difference in the last bit of fp32 becomes one of
+0.4 % where it tips the rounding, and some of those move a logit by 0.05: enough for another token. Therefore:
+
+R1  Decoding multiplies each row alone, so its bits are the same in any batch.
+R2  A prefill's rows stand at their position modulo `PRODUCT_ROWS` in a product of a multiple of that many rows, padded
+    with zeros in front and behind: the kernels of a BLAS library treat the rows of a full group alike, and those of a
+    remainder in other ways.
+R3  Attention works on tiles at fixed positions, over all keys up to the tile's end: what is reduced has a length that
+    follows from the position alone.
+
+With one BLAS thread the KV of a prefill is then the same, bit for bit, however it was cut into calls. With several
+threads, or another library, differences of rounding may return; nothing else depends on them.
 """
 
 import numpy as np
@@ -10,19 +23,25 @@ from kv_services.engine import limits
 from kv_services.engine.interface import FloatArray
 
 
-def linear(x: FloatArray, weight: FloatArray) -> FloatArray:
-    """`x @ weight.T` for `x` of `(rows, in)` and `weight` of `(out, in)`.
+def product(x: FloatArray, weight: FloatArray) -> FloatArray:
+    """`x @ weight.T` for `x` of `(rows, in)` and `weight` of `(out, in)`, as one product (R2 is the caller's)."""
+    result: FloatArray = x @ weight.T
+    return result
 
-    A few rows go one by one: with weights far larger than the caches the time is that of reading them, a matrix
-    product would first copy them into its own order, and a row's bits then do not depend on the others beside it.
+
+def row_products(x: FloatArray, weight: FloatArray) -> FloatArray:
+    """The same, each row alone (R1).
+
+    The time is that of reading the weights, so several rows take turns at a piece that the cache holds: up to eight
+    rows cost about what one product of them would, which first copies the weights into its own order.
     """
-    rows = len(x)
-    if rows > limits.SINGLE_ROWS_MAX:
-        product: FloatArray = x @ weight.T
-        return product
-    out = np.empty((rows, len(weight)), dtype=np.float32)
-    for row in range(rows):
-        np.dot(weight, x[row], out=out[row])
+    rows, outputs = len(x), len(weight)
+    out = np.empty((rows, outputs), dtype=np.float32)
+    piece = outputs if rows == 1 else max(limits.WEIGHT_PIECE_BYTES // weight[0].nbytes // 16, 1) * 16
+    for begin in range(0, outputs, piece):
+        part = weight[begin : begin + piece]
+        for row in range(rows):
+            np.dot(part, x[row], out=out[row, begin : begin + piece])
     return out
 
 
@@ -62,35 +81,68 @@ def rotate(heads: FloatArray, cos: FloatArray, sin: FloatArray) -> None:
     first[...] = turned
 
 
-def attention(queries: FloatArray, keys_values: FloatArray, stop: int, out: FloatArray) -> None:
-    """Causal attention of the last rows of a sequence over its KV.
+def attend_one(queries: FloatArray, keys_values: FloatArray, stop: int, out: FloatArray) -> None:
+    """Attention of a sequence's last token over its KV.
 
     Args:
-        queries: `(rows, num_heads, head_dim)`, standing at positions `[stop - rows, stop)`.
+        queries: `(num_heads, head_dim)`, of the token at position `stop - 1`.
         keys_values: `(2, num_kv_heads, tokens, head_dim)`, filled for `[0, stop)`.
-        stop: end of the rows' positions.
+        out: `(num_heads * head_dim,)`, overwritten.
+    """
+    kv_heads, dim = keys_values.shape[1], queries.shape[1]
+    grouped = queries.reshape(kv_heads, -1, dim).copy()
+    grouped *= _scale(dim)
+    scores: FloatArray = grouped @ keys_values[0, :, :stop].transpose(0, 2, 1)
+    out[:] = _weighted(scores, keys_values[1, :, :stop]).reshape(-1)
+
+
+def attend_span(queries: FloatArray, keys_values: FloatArray, stop: int, out: FloatArray) -> None:
+    """Causal attention of the last tokens of a sequence over its KV (R3).
+
+    Args:
+        queries: `(rows, num_heads, head_dim)`, of the tokens at positions `[stop - rows, stop)`.
+        keys_values: `(2, num_kv_heads, tokens, head_dim)`, filled for `[0, stop)` and zero up to `tile_end(stop)`.
         out: `(rows, num_heads * head_dim)`, overwritten.
     """
     rows, num_heads, dim = queries.shape
-    kv_heads = keys_values.shape[1]
+    kv_heads, tile, start = keys_values.shape[1], limits.ATTENTION_TILE_ROWS, stop - rows
     group = num_heads // kv_heads
-    scale = np.float32(1.0 / np.sqrt(dim))
-    # A tile of rows sees the keys up to its own last row only: half the products of a long prompt are never made.
-    tile = max(1, min(limits.ATTENTION_TILE_ROWS, limits.ATTENTION_SCORES_MAX // (num_heads * stop)))
-    for begin in range(0, rows, tile):
-        end = min(begin + tile, rows)
-        count, visible = end - begin, stop - rows + end
-        # (kv_heads, count * group, dim): one product serves all query heads of a KV head.
-        q = queries[begin:end].reshape(count, kv_heads, group * dim).transpose(1, 0, 2).reshape(kv_heads, -1, dim)
-        scores = (q * scale) @ keys_values[0, :, :visible].transpose(0, 2, 1)
-        if count > 1:
-            own = scores.reshape(kv_heads, count, group, visible)[:, :, :, visible - count :]
-            own += np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)[:, None, :]
-        scores -= scores.max(axis=2, keepdims=True)
-        np.exp(scores, out=scores)
-        mixed = scores @ keys_values[1, :, :visible]
-        mixed /= scores.sum(axis=2, keepdims=True)
-        out[begin:end] = mixed.reshape(kv_heads, count, group * dim).transpose(1, 0, 2).reshape(count, -1)
+    later = np.triu(np.full((tile, tile), -np.inf, dtype=np.float32), 1)[:, None, :]
+    for begin in range(start // tile * tile, stop, tile):
+        end = begin + tile
+        low, high = max(begin, start), min(end, stop)
+        padded = np.zeros((tile, kv_heads, group * dim), dtype=np.float32)
+        padded[low - begin : high - begin] = queries[low - start : high - start].reshape(-1, kv_heads, group * dim)
+        padded *= _scale(dim)
+        # (kv_heads, tile * group, dim): one product serves all query heads of a KV head.
+        grouped = padded.transpose(1, 0, 2).reshape(kv_heads, tile * group, dim)
+        mixed = np.empty_like(grouped)
+        at_once = max(1, limits.ATTENTION_SCORES_MAX // (tile * group * end))
+        for head in range(0, kv_heads, at_once):
+            heads = slice(head, head + at_once)
+            scores: FloatArray = grouped[heads] @ keys_values[0, heads, :end].transpose(0, 2, 1)
+            scores.reshape(-1, tile, group, end)[:, :, :, begin:] += later
+            mixed[heads] = _weighted(scores, keys_values[1, heads, :end])
+        by_row = mixed.reshape(kv_heads, tile, group * dim).transpose(1, 0, 2).reshape(tile, -1)
+        out[low - start : high - start] = by_row[low - begin : high - begin]
+
+
+def tile_end(stop: int) -> int:
+    """How far `attend_span` reads keys for tokens up to `stop`."""
+    return -(-stop // limits.ATTENTION_TILE_ROWS) * limits.ATTENTION_TILE_ROWS
+
+
+def _scale(dim: int) -> np.float32:
+    return np.float32(1.0 / np.sqrt(dim))
+
+
+def _weighted(scores: FloatArray, values: FloatArray) -> FloatArray:
+    """Softmax of the scores along their last axis, times the values; `scores` is overwritten."""
+    scores -= scores.max(axis=2, keepdims=True)
+    np.exp(scores, out=scores)
+    mixed: FloatArray = scores @ values
+    mixed /= scores.sum(axis=2, keepdims=True)
+    return mixed
 
 
 def swiglu(gate_up: FloatArray) -> FloatArray:

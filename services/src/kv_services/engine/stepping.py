@@ -6,6 +6,7 @@ written, that each block is completed once (I3), and that a sequence neither wai
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,10 @@ def open_span(info: ModelInfo, kv: PagedKV, tokens: TokenArray, start: int, bloc
     check_span(info, start, stop)
     check_tokens(info, ids)
     block_size = kv.geometry.block_size
-    size = max(limits.PREFILL_CHUNK_TOKENS // block_size, 1) * block_size
+    # At borders of blocks (I3), and where possible also of products, which need no padding then.
+    unit = math.lcm(block_size, limits.PRODUCT_ROWS)
+    unit = unit if unit <= limits.PREFILL_CHUNK_TOKENS else block_size
+    size = max(limits.PREFILL_CHUNK_TOKENS // unit, 1) * unit
     borders = [start, *range((start // size + 1) * size, stop, size), stop]
     return Span(ids, start, stop, slots_of(kv, block_table, stop), list(itertools.pairwise(borders)))
 
