@@ -118,6 +118,10 @@ class ClusterView:
         ]
         return sorted(serving, key=lambda node_id: self.view.members[node_id].liveness is Liveness.SUSPECT)
 
+    def certain(self, *roles: Role) -> list[NodeId]:
+        """Members of those roles that were heard of just now: for work that would wait for a silent one."""
+        return [node_id for node_id in self.alive(*roles) if self.view.members[node_id].liveness is Liveness.ALIVE]
+
     def incarnation(self, node_id: NodeId) -> Incarnation:
         """The living incarnation of a member; 0 before its first sign of life."""
         member = self.view.members.get(node_id)

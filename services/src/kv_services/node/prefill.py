@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -50,6 +51,9 @@ from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.pull_cost import PullCost
 from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, ReadGrant, TransferPriority, WriteGrant
+
+ASK_HOLDER_NS: Final = 1_000_000_000
+"""How long a holder may take to grant a lease: many times what it takes one that is alive."""
 
 _log = logging.getLogger(__name__)
 _Key = tuple[RequestId, int]
@@ -289,7 +293,9 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         job = self.machine.job(*key)
         assert job is not None, effect
         try:
-            await ctx.introductions.ensure(plan.holder, job.deadline_ns)
+            # Computing is always an answer, so a silent holder holds the next prompts up for no longer than this.
+            asked_until_ns = min(job.deadline_ns, ctx.clock.monotonic_ns() + ASK_HOLDER_NS)
+            await ctx.introductions.ensure(plan.holder, asked_until_ns)
             end = plan.first_block + plan.num_blocks
             ask = LeasePrefix(
                 namespace=NamespaceFields.of(effect.namespace),
@@ -300,7 +306,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 token_digest=token_digest(effect.tokens[: end * ctx.block_size]),
                 lease_ns=ctx.config.limits.lease_ms * 1_000_000,
             )
-            leased = await ctx.bus.request(plan.holder, ask, expect=PrefixLeased, deadline_ns=job.deadline_ns)
+            leased = await ctx.bus.request(plan.holder, ask, expect=PrefixLeased, deadline_ns=asked_until_ns)
             try:
                 nbytes = await self._read(ReadGrant.from_bytes(leased.grant), effect.refs)
             finally:

@@ -190,7 +190,7 @@ class NodeWork:
         return {kind: count for kind, count in things.items() if count}
 
     def _plan_pull(self, hashes: Sequence[BlockHash], have_blocks: int) -> PullPlan | None:
-        usable = self._base.cluster.alive(Role.PREFILL, Role.DECODE, Role.STORE)
+        usable = self._base.cluster.certain(Role.PREFILL, Role.DECODE, Role.STORE)
         holders = self._ctx.index.lookup(hashes)
         return plan_pull(holders, usable, hashes, have_blocks, self.cost)
 
