@@ -143,6 +143,8 @@ class Link:
             case PeerState.REFUSED:
                 self.state = PeerState.CONNECTING
                 return [Reconnect()]
+            case PeerState.UP if outgoing.incarnation not in (NO_LIFE, self.incarnation):
+                return self._fail_other_lives()
             case PeerState.UP if not self.blocked:
                 return [_FLUSH]
             case _:
