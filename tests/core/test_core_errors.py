@@ -1,9 +1,13 @@
 """The error tree: codes are unique, sentences never fail, and what crosses the wire comes back."""
 
+import importlib
+import pkgutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kv_core
 from kv_core import limits
 from kv_core.errors import (
     KVError,
@@ -49,6 +53,8 @@ def test_a_code_names_one_class() -> None:
 
 
 def test_every_code_of_this_package_lies_in_its_range_and_has_one_class() -> None:
+    for module in pkgutil.walk_packages(kv_core.__path__, "kv_core."):
+        importlib.import_module(module.name)
     ours = [cls for cls in subclasses(KVError) if cls.__module__.startswith("kv_core.") and "code" in cls.__dict__]
     codes = [cls.code for cls in ours]
     assert len(ours) > 20

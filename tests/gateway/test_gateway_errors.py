@@ -29,7 +29,10 @@ def with_subclasses(cls: type[KVError]) -> set[type[KVError]]:
 
 
 def test_every_error_of_the_product_has_a_status_and_a_form() -> None:
-    for cls in with_subclasses(KVError):
+    # The tests' own classes are left out: which of them exist depends on what was imported before.
+    product = [cls for cls in with_subclasses(KVError) if cls.__module__.startswith("kv_")]
+    assert OverloadedError in product
+    for cls in product:
         error = cls(detail="d", param="p")
         fault = fault_of(error)
         assert 400 <= fault.status < 600, cls
