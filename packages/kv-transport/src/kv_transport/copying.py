@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_core.checksum import crc64
-from kv_transport import limits
+from kv_transport import kernels, limits
 from kv_transport.descriptors import Cells
 from kv_transport.regions import Memory
-
-_SMALL = 16 * 1024
 
 
 class CopyStopped(Exception):
@@ -33,60 +30,39 @@ def copy_cells(
         CopyStopped: `stopped` said so; any part may have been copied.
     """
     to, of = (cells.local, cells.remote) if into_local else (cells.remote, cells.local)
+    table = np.stack((to, of, cells.sizes), axis=1)
     checks: list[int] = []
-    group: list[tuple[int, int, int]] = []
-    grouped = 0
-    for target, origin, nbytes in zip(to.tolist(), of.tolist(), cells.sizes.tolist(), strict=True):
-        if nbytes <= limits.COPY_PIECE_BYTES:
-            group.append((target, origin, nbytes))
-            grouped += nbytes
-            if grouped >= limits.COPY_PIECE_BYTES:
-                checks += _copy_group(destination, source, group, stopped)
-                group, grouped = [], 0
-        else:
-            checks += _copy_group(destination, source, group, stopped)
-            group, grouped = [], 0
-            checks.append(_copy_long(destination, source, target, origin, nbytes, stopped))
-    return checks + _copy_group(destination, source, group, stopped)
-
-
-def _copy_group(
-    destination: Memory, source: Memory, group: list[tuple[int, int, int]], stopped: Callable[[], bool]
-) -> list[int]:
-    """Whole cells of together about one piece: neighbours are copied as one."""
-    if not group:
-        return []
-    if stopped():
-        raise CopyStopped
-    target, origin, nbytes = group[0]
-    for next_target, next_origin, next_nbytes in group[1:]:
-        if next_target == target + nbytes and next_origin == origin + nbytes:
-            nbytes += next_nbytes
+    for start, end in _groups(cells.sizes.tolist()):
+        if cells.sizes[start] > limits.COPY_PIECE_BYTES:
+            checks.append(_copy_long(destination, source, table[start], stopped))
             continue
-        _copy(destination, source, target, origin, nbytes)
-        target, origin, nbytes = next_target, next_origin, next_nbytes
-    _copy(destination, source, target, origin, nbytes)
-    view = destination.data_view
-    return [crc64(view[target : target + nbytes]) for target, _, nbytes in group]
+        if stopped():
+            raise CopyStopped
+        checks += kernels.copy_cells(destination.data_view, source.data_view, table[start:end])
+    return checks
 
 
-def _copy_long(
-    destination: Memory, source: Memory, target: int, origin: int, nbytes: int, stopped: Callable[[], bool]
-) -> int:
+def _groups(sizes: list[int]) -> list[tuple[int, int]]:
+    """Index ranges of together at most a piece; a longer cell is alone."""
+    groups = []
+    begin = filled = 0
+    for index, size in enumerate(sizes):
+        if filled and filled + size > limits.COPY_PIECE_BYTES:
+            groups.append((begin, index))
+            begin, filled = index, 0
+        filled += size
+    if sizes:
+        groups.append((begin, len(sizes)))
+    return groups
+
+
+def _copy_long(destination: Memory, source: Memory, cell: kernels.CellTable, stopped: Callable[[], bool]) -> int:
     """One cell of more than a piece."""
-    check, view = 0, destination.data_view
+    target, origin, nbytes = cell.tolist()
+    check = 0
     for begin in range(0, nbytes, limits.COPY_PIECE_BYTES):
         if stopped():
             raise CopyStopped
-        size = min(limits.COPY_PIECE_BYTES, nbytes - begin)
-        _copy(destination, source, target + begin, origin + begin, size)
-        check = crc64(view[target + begin : target + begin + size], check)
+        piece = [[target + begin, origin + begin, min(limits.COPY_PIECE_BYTES, nbytes - begin)]]
+        (check,) = kernels.copy_cells(destination.data_view, source.data_view, np.array(piece, np.int64), check)
     return check
-
-
-def _copy(destination: Memory, source: Memory, target: int, origin: int, nbytes: int) -> None:
-    if nbytes <= _SMALL:
-        destination.data_view[target : target + nbytes] = source.data_view[origin : origin + nbytes]
-    else:
-        # Lets other threads run meanwhile, which a memoryview does not.
-        np.copyto(destination.data[target : target + nbytes], source.data[origin : origin + nbytes])

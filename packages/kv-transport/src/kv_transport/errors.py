@@ -186,3 +186,10 @@ class GrantBusy(TransportError, RetryableError):
 
     code = 3025
     template = "grant {ticket} is busy: another link of its writer is being shut down"
+
+
+class CodecFailed(TransportError):
+    """Cells that a codec cannot write, or bytes that it did not write."""
+
+    code = 3026
+    template = "codec {codec}: {reason}"

@@ -1,0 +1,445 @@
+/* The hot loops of kv-transport, over plain buffers. `kernels.py` is what to read and to call: it states what each
+ * function does, and holds the plain twin that is its oracle and its fallback. The GIL is released in all of them.
+ *
+ * CRC-64/NVME (polynomial 0xAD93D23594C93659, reflected, all ones in and out) is folded by carry-less multiplication,
+ * eight lanes of 128 bits at a time: V. Gopal and others, "Fast CRC Computation for Generic Polynomials Using
+ * PCLMULQDQ Instruction", Intel 2009. Constants are computed at import and not copied from anywhere. Which
+ * instructions there are is asked at run time.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#include <immintrin.h>
+#else
+#define HAVE_X86 0
+#endif
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "little-endian machines only"
+#endif
+
+#define POLY 0x9A6C9329AC4BC9B5ULL /* reflected */
+/* Copied before it is summed: source and destination piece lie in a first-level cache of 32 KiB. */
+#define PIECE 12288
+
+static uint64_t table[8][256];
+static int have_pclmul, have_avx2;
+
+static void make_tables(void)
+{
+    for (int i = 0; i < 256; i++) {
+        uint64_t c = (uint64_t)i;
+        for (int bit = 0; bit < 8; bit++)
+            c = (c >> 1) ^ (c & 1 ? POLY : 0);
+        table[0][i] = c;
+    }
+    for (int i = 0; i < 256; i++)
+        for (int k = 1; k < 8; k++)
+            table[k][i] = (table[k - 1][i] >> 8) ^ table[0][table[k - 1][i] & 0xff];
+}
+
+/* Without the ones in and out. */
+static uint64_t crc_plain(uint64_t crc, const uint8_t *p, size_t n)
+{
+    while (n >= 8) {
+        uint64_t w;
+        memcpy(&w, p, 8);
+        w ^= crc;
+        crc = table[7][w & 0xff] ^ table[6][(w >> 8) & 0xff] ^ table[5][(w >> 16) & 0xff] ^ table[4][(w >> 24) & 0xff] ^
+              table[3][(w >> 32) & 0xff] ^ table[2][(w >> 40) & 0xff] ^ table[1][(w >> 48) & 0xff] ^ table[0][w >> 56];
+        p += 8;
+        n -= 8;
+    }
+    while (n--)
+        crc = (crc >> 8) ^ table[0][(crc ^ *p++) & 0xff];
+    return crc;
+}
+
+#if HAVE_X86
+/* x**n mod P, reflected. */
+static uint64_t x_to(unsigned n)
+{
+    uint64_t v = 1ULL << 63; /* x**0 */
+    while (n--)
+        v = (v >> 1) ^ (v & 1 ? POLY : 0);
+    return v;
+}
+
+/* A product of reflected values comes out multiplied by x: hence the -1. */
+static uint64_t fold_low[2], fold_high[2]; /* by 1024 bits, by 128 bits */
+
+static void make_constants(void)
+{
+    const unsigned bits[2] = {1024, 128};
+    for (int i = 0; i < 2; i++) {
+        fold_low[i] = x_to(bits[i] + 64 - 1);
+        fold_high[i] = x_to(bits[i] - 1);
+    }
+}
+
+__attribute__((target("pclmul,sse2"))) static inline __m128i fold(__m128i x, __m128i k, __m128i next)
+{
+    return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), next);
+}
+
+#define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
+
+__attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, const uint8_t *p, size_t n)
+{
+    if (n < 256)
+        return crc_plain(crc, p, n);
+    const __m128i by_1024 = _mm_set_epi64x((long long)fold_high[0], (long long)fold_low[0]);
+    const __m128i by_128 = _mm_set_epi64x((long long)fold_high[1], (long long)fold_low[1]);
+    __m128i x0 = _mm_xor_si128(LOAD(p), _mm_cvtsi64_si128((long long)crc));
+    __m128i x1 = LOAD(p + 16), x2 = LOAD(p + 32), x3 = LOAD(p + 48);
+    __m128i x4 = LOAD(p + 64), x5 = LOAD(p + 80), x6 = LOAD(p + 96), x7 = LOAD(p + 112);
+    for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
+        x0 = fold(x0, by_1024, LOAD(p));
+        x1 = fold(x1, by_1024, LOAD(p + 16));
+        x2 = fold(x2, by_1024, LOAD(p + 32));
+        x3 = fold(x3, by_1024, LOAD(p + 48));
+        x4 = fold(x4, by_1024, LOAD(p + 64));
+        x5 = fold(x5, by_1024, LOAD(p + 80));
+        x6 = fold(x6, by_1024, LOAD(p + 96));
+        x7 = fold(x7, by_1024, LOAD(p + 112));
+    }
+    x1 = fold(x0, by_128, x1);
+    x2 = fold(x1, by_128, x2);
+    x3 = fold(x2, by_128, x3);
+    x4 = fold(x3, by_128, x4);
+    x5 = fold(x4, by_128, x5);
+    x6 = fold(x5, by_128, x6);
+    x7 = fold(x6, by_128, x7);
+    for (; n >= 16; p += 16, n -= 16)
+        x7 = fold(x7, by_128, LOAD(p));
+    uint8_t rest[16];
+    _mm_storeu_si128((__m128i *)rest, x7);
+    return crc_plain(crc_plain(0, rest, 16), p, n);
+}
+#endif
+
+static uint64_t crc_any(uint64_t crc, const uint8_t *p, size_t n)
+{
+#if HAVE_X86
+    if (have_pclmul)
+        return crc_folded(crc, p, n);
+#endif
+    return crc_plain(crc, p, n);
+}
+
+static uint64_t copy_and_sum(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc)
+{
+    while (n) {
+        size_t piece = n < PIECE ? n : PIECE;
+        memcpy(to, from, piece);
+        /* What has arrived, not what was read. */
+        crc = crc_any(crc, to, piece);
+        to += piece;
+        from += piece;
+        n -= piece;
+    }
+    return crc;
+}
+
+static int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
+{
+    if (PyObject_GetBuffer(object, view, flags) < 0)
+        return -1;
+    if (need >= 0 && view->len != need) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd", name, view->len, need);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+/* copy_cells(to, from, cells, checks): cells are int64 triples (to, from, nbytes); the sum of each continues the
+ * uint64 that is in `checks`. Everything is checked before the first byte is written. */
+static PyObject *py_copy_cells(PyObject *self, PyObject *args)
+{
+    PyObject *to_object, *from_object, *cells_object, *checks_object, *result = NULL;
+    Py_buffer to, from, cells, checks;
+    if (!PyArg_ParseTuple(args, "OOOO", &to_object, &from_object, &cells_object, &checks_object))
+        return NULL;
+    if (get(to_object, &to, PyBUF_WRITABLE, "to", -1) < 0)
+        return NULL;
+    if (get(from_object, &from, PyBUF_SIMPLE, "from", -1) < 0)
+        goto to_only;
+    if (get(cells_object, &cells, PyBUF_SIMPLE, "cells", -1) < 0)
+        goto two;
+    if (get(checks_object, &checks, PyBUF_WRITABLE, "checks", cells.len / 24 * 8) < 0)
+        goto three;
+    const int64_t *cell = cells.buf;
+    uint64_t *check = checks.buf;
+    Py_ssize_t count = cells.len / 24;
+    if (cells.len % 24) {
+        PyErr_SetString(PyExc_ValueError, "cells are triples of int64");
+        goto all;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t a = cell[3 * i], b = cell[3 * i + 1], n = cell[3 * i + 2];
+        if (n < 0 || a < 0 || b < 0 || n > to.len || n > from.len || a > to.len - n || b > from.len - n) {
+            PyErr_Format(PyExc_IndexError, "cell %zd lies outside its memory", i);
+            goto all;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        check[i] = ~copy_and_sum((uint8_t *)to.buf + cell[3 * i], (const uint8_t *)from.buf + cell[3 * i + 1],
+                                 (size_t)cell[3 * i + 2], ~check[i]);
+    Py_END_ALLOW_THREADS
+    result = Py_None;
+    Py_INCREF(result);
+all:
+    PyBuffer_Release(&checks);
+three:
+    PyBuffer_Release(&cells);
+two:
+    PyBuffer_Release(&from);
+to_only:
+    PyBuffer_Release(&to);
+    return result;
+}
+
+/* FP8. One (plane, head) is a matrix of `rows` tokens by `columns` channels, of bf16. */
+
+static inline float as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t as_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+#define COLUMNS_MAX 1024
+
+/* The least power of two that brings `top` (|bf16| bits) to at most 464, which rounds to 448, the largest E4M3. */
+static inline unsigned scale_of(unsigned top)
+{
+    int exponent = (int)(top >> 7) - 8 + ((top & 0x7f) > 0x68);
+    return exponent < 1 ? 1 : (unsigned)exponent;
+}
+
+/* Compiled once for every instruction set, by being inlined into the functions below. */
+#define BODY static inline __attribute__((always_inline))
+
+BODY unsigned quantise(uint8_t *restrict to, uint8_t *restrict scales, const uint16_t *restrict from, size_t matrices,
+                       size_t rows, size_t columns)
+{
+    int16_t top[COLUMNS_MAX];
+    float factor[COLUMNS_MAX];
+    unsigned worst = 0;
+    for (size_t m = 0; m < matrices; m++) {
+        memset(top, 0, sizeof(int16_t) * columns);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t c = 0; c < columns; c++) {
+                int16_t magnitude = (int16_t)(from[r * columns + c] & 0x7fff);
+                top[c] = magnitude > top[c] ? magnitude : top[c];
+            }
+        for (size_t c = 0; c < columns; c++) {
+            unsigned scale = scale_of((unsigned)top[c]);
+            worst = (unsigned)top[c] > worst ? (unsigned)top[c] : worst;
+            scales[c] = (uint8_t)scale;
+            factor[c] = as_float((254 - scale) << 23); /* 2**(127 - scale) */
+        }
+        for (size_t r = 0; r < rows; r++)
+            for (size_t c = 0; c < columns; c++) {
+                uint32_t bits = as_bits(as_float((uint32_t)from[r * columns + c] << 16) * factor[c]);
+                uint32_t size = bits & 0x7fffffffu;
+                /* Adding a number whose last bit is worth 2**-9 rounds to the subnormals of E4M3. */
+                uint32_t small = as_bits(as_float(size) + as_float(141u << 23)) - (141u << 23);
+                uint32_t large = (size + 0x7ffffu + ((size >> 20) & 1) - (120u << 23)) >> 20;
+                uint32_t is_small = (uint32_t)((int32_t)(size - (121u << 23)) >> 31);
+                uint32_t code = (small & is_small) | (large & ~is_small);
+                to[r * columns + c] = (uint8_t)(code | ((bits >> 24) & 0x80));
+            }
+        from += rows * columns;
+        to += rows * columns;
+        scales += columns;
+    }
+    return worst;
+}
+
+BODY void dequantise(uint16_t *restrict to, const uint8_t *restrict scales, const uint8_t *restrict from,
+                     size_t matrices, size_t rows, size_t columns)
+{
+    float factor[COLUMNS_MAX];
+    for (size_t m = 0; m < matrices; m++) {
+        for (size_t c = 0; c < columns; c++)
+            factor[c] = as_float(scales[c] ? (uint32_t)scales[c] << 23 : 1u << 22); /* 2**(scale - 127) */
+        for (size_t r = 0; r < rows; r++)
+            for (size_t c = 0; c < columns; c++) {
+                uint32_t code = from[r * columns + c];
+                uint32_t size = code & 0x7f;
+                /* Subnormals: an integer worth 2**-9 each; else the exponent is moved from bias 7 to 127. */
+                uint32_t small = as_bits((float)(int32_t)size * (1.0f / 512.0f));
+                uint32_t large = (size << 20) + (120u << 23);
+                uint32_t is_small = (uint32_t)((int32_t)(size - 8) >> 31);
+                uint32_t bits = as_bits(as_float((small & is_small) | (large & ~is_small)) * factor[c]);
+                bits = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+                uint32_t is_nan = (uint32_t)((int32_t)(0x7e - size) >> 31);
+                bits = (0x7fc0u & is_nan) | (bits & ~is_nan);
+                to[r * columns + c] = (uint16_t)(bits | ((code & 0x80) << 8));
+            }
+        from += rows * columns;
+        to += rows * columns;
+        scales += columns;
+    }
+}
+
+static unsigned quantise_base(uint8_t *to, uint8_t *scales, const uint16_t *from, size_t m, size_t r, size_t c)
+{
+    return quantise(to, scales, from, m, r, c);
+}
+
+static void dequantise_base(uint16_t *to, const uint8_t *scales, const uint8_t *from, size_t m, size_t r, size_t c)
+{
+    dequantise(to, scales, from, m, r, c);
+}
+
+#if HAVE_X86
+__attribute__((target("avx2"))) static unsigned quantise_avx2(uint8_t *to, uint8_t *scales, const uint16_t *from,
+                                                              size_t m, size_t r, size_t c)
+{
+    return quantise(to, scales, from, m, r, c);
+}
+
+__attribute__((target("avx2"))) static void dequantise_avx2(uint16_t *to, const uint8_t *scales, const uint8_t *from,
+                                                            size_t m, size_t r, size_t c)
+{
+    dequantise(to, scales, from, m, r, c);
+}
+#endif
+
+/* Buffers of bf16, scales and codes, and the shape, checked against each other. */
+typedef struct {
+    Py_buffer to, scales, from;
+    Py_ssize_t matrices, rows, columns;
+} Fp8Args;
+
+static int fp8_arguments(PyObject *args, Fp8Args *a, int to_width, int from_width, int scales_flag)
+{
+    PyObject *to, *scales, *from;
+    if (!PyArg_ParseTuple(args, "OOOnnn", &to, &scales, &from, &a->matrices, &a->rows, &a->columns))
+        return -1;
+    if (a->matrices < 0 || a->rows < 1 || a->columns < 1 || a->columns > COLUMNS_MAX || a->rows > (1 << 24) ||
+        a->matrices > (1 << 24)) {
+        PyErr_Format(PyExc_ValueError, "shape %zd x %zd x %zd", a->matrices, a->rows, a->columns);
+        return -1;
+    }
+    Py_ssize_t cells = a->matrices * a->columns;
+    if (cells > PY_SSIZE_T_MAX / 2 / a->rows) {
+        PyErr_SetString(PyExc_ValueError, "shape too large");
+        return -1;
+    }
+    if (get(to, &a->to, PyBUF_WRITABLE, "to", cells * a->rows * to_width) < 0)
+        return -1;
+    if (get(scales, &a->scales, scales_flag, "scales", cells) < 0) {
+        PyBuffer_Release(&a->to);
+        return -1;
+    }
+    if (get(from, &a->from, PyBUF_SIMPLE, "from", cells * a->rows * from_width) < 0) {
+        PyBuffer_Release(&a->scales);
+        PyBuffer_Release(&a->to);
+        return -1;
+    }
+    return 0;
+}
+
+static void fp8_release(Fp8Args *a)
+{
+    PyBuffer_Release(&a->from);
+    PyBuffer_Release(&a->scales);
+    PyBuffer_Release(&a->to);
+}
+
+static PyObject *py_quantise(PyObject *self, PyObject *args)
+{
+    Fp8Args a;
+    if (fp8_arguments(args, &a, 1, 2, PyBUF_WRITABLE) < 0)
+        return NULL;
+    unsigned worst;
+    Py_BEGIN_ALLOW_THREADS
+#if HAVE_X86
+    if (have_avx2)
+        worst = quantise_avx2(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    else
+#endif
+        worst = quantise_base(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    Py_END_ALLOW_THREADS
+    fp8_release(&a);
+    /* From 0x7f78 on, rounding would give 2**128, which bf16 does not have. */
+    return PyBool_FromLong(worst < 0x7f78);
+}
+
+static PyObject *py_dequantise(PyObject *self, PyObject *args)
+{
+    Fp8Args a;
+    if (fp8_arguments(args, &a, 2, 1, PyBUF_SIMPLE) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+#if HAVE_X86
+    if (have_avx2)
+        dequantise_avx2(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    else
+#endif
+        dequantise_base(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    Py_END_ALLOW_THREADS
+    fp8_release(&a);
+    Py_RETURN_NONE;
+}
+
+/* set_features(pclmul, avx2): use no more than these; returns what is in use. For tests of the slower paths. */
+static PyObject *py_set_features(PyObject *self, PyObject *args)
+{
+    int pclmul, avx2;
+    if (!PyArg_ParseTuple(args, "pp", &pclmul, &avx2))
+        return NULL;
+#if HAVE_X86
+    __builtin_cpu_init();
+    have_pclmul = pclmul && __builtin_cpu_supports("pclmul");
+    have_avx2 = avx2 && __builtin_cpu_supports("avx2");
+#endif
+    return Py_BuildValue("(NN)", PyBool_FromLong(have_pclmul), PyBool_FromLong(have_avx2));
+}
+
+static PyMethodDef methods[] = {
+    {"copy_cells", py_copy_cells, METH_VARARGS, NULL},
+    {"quantise_bf16", py_quantise, METH_VARARGS, NULL},
+    {"dequantise_bf16", py_dequantise, METH_VARARGS, NULL},
+    {"set_features", py_set_features, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int prepare(PyObject *module)
+{
+    make_tables();
+#if HAVE_X86
+    make_constants();
+    __builtin_cpu_init();
+    have_pclmul = __builtin_cpu_supports("pclmul") != 0;
+    have_avx2 = __builtin_cpu_supports("avx2") != 0;
+#endif
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kv_transport._kernels", NULL, 0, methods, slots, NULL, NULL,
+                                    NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    return PyModuleDef_Init(&module);
+}

@@ -1,0 +1,146 @@
+"""The hot loops: copying with the checksum of what has arrived, and FP8. Each is compiled, with a plain twin.
+
+The twins (`plain_...`) are the definition: tests hold the compiled ones against them, and they stand in where the
+package was installed without a compiler. `COMPILED` says which ones are at work. Compiled kernels release the GIL.
+
+FP8 is E4M3 (finite, largest 448) with one scale per channel, a power of two in one byte (biased by 127, as E8M0 of
+the OCP MX formats): a channel is one (plane, head, dim) of a block, its values are the block's tokens.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_core.checksum import crc64
+
+try:
+    from kv_transport import _kernels as _kernels
+except ImportError:  # built without a compiler
+    _kernels = None  # type: ignore[assignment]
+
+COMPILED: Final = _kernels is not None
+
+CellTable = NDArray[np.int64]
+"""`(n, 3)`: offset at the destination, offset at the source, bytes."""
+
+SCALE_MAX: Final = 247
+"""The scale of the largest finite bf16."""
+
+_BF16_TOP: Final = 0x7F78
+"""From here on, rounding to 3 mantissa bits would give 2**128, which bf16 does not have."""
+
+_PIECE: Final = 256 * 1024
+_E4M3_NAN: Final = 0x7F
+
+
+def copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:
+    """Copy cells and take the CRC-64 of each from the destination, in pieces that stay in the first-level cache.
+
+    `previous` continues the checksum of the first cell, whose beginning was copied before.
+
+    Raises:
+        IndexError: a cell lies outside; nothing was copied.
+        ValueError: not an `(n, 3)` table.
+    """
+    if _kernels is None:
+        return plain_copy_cells(to, source, cells, previous)
+    checks = np.zeros(len(cells), np.uint64)
+    checks[:1] = previous
+    _kernels.copy_cells(to, source, np.ascontiguousarray(cells, np.int64), checks)
+    found: list[int] = checks.tolist()
+    return found
+
+
+def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:
+    """The same without compiled code."""
+    if cells.ndim != 2 or cells.shape[1] != 3:
+        raise ValueError(f"a table of {cells.shape}")
+    table = cells.tolist()
+    for index, (target, origin, nbytes) in enumerate(table):
+        if min(target, origin, nbytes) < 0 or target + nbytes > len(to) or origin + nbytes > len(source):
+            raise IndexError(f"cell {index} lies outside its memory")
+    into, of = np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8)
+    checks = []
+    for target, origin, nbytes in table:
+        check, previous = previous, 0
+        for begin in range(0, nbytes, _PIECE):
+            size = min(_PIECE, nbytes - begin)
+            np.copyto(into[target + begin : target + begin + size], of[origin + begin : origin + begin + size])
+            check = crc64(to[target + begin : target + begin + size], check)
+        checks.append(check)
+    return checks
+
+
+def quantise_bf16(source: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> bool:
+    """bf16 to E4M3, rounding to nearest even.
+
+    False if a value is not finite, or would not be when it came back: the codes are then worth nothing.
+
+    Args:
+        source: `(matrices, tokens, channels)` bf16 bits, C order; at most 1024 channels.
+        codes: same shape; written.
+        scales: `(matrices, channels)`; written.
+    """
+    _check_shapes(source.shape, codes.shape, scales.shape)
+    if _kernels is None:
+        return plain_quantise_bf16(source, codes, scales)
+    return _kernels.quantise_bf16(codes, scales, source, *source.shape)
+
+
+def dequantise_bf16(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """E4M3 to bf16: exact, but for the rounding of numbers that are subnormal in bf16. Shapes as in `quantise_bf16`.
+
+    Raises:
+        ValueError: a scale above `SCALE_MAX`, which no quantisation makes.
+    """
+    _check_shapes(out.shape, codes.shape, scales.shape)
+    if int(scales.max(initial=0)) > SCALE_MAX:
+        raise ValueError(f"a scale of {int(scales.max())}")
+    if _kernels is None:
+        plain_dequantise_bf16(codes, scales, out)
+    else:
+        _kernels.dequantise_bf16(out, scales, codes, *out.shape)
+
+
+def _check_shapes(values: tuple[int, ...], codes: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    if len(values) != 3 or codes != values or scales != (values[0], values[2]) or not 1 <= values[2] <= 1024:
+        raise ValueError(f"shapes {values}, {codes} and {scales} do not fit")
+
+
+def _e4m3_values() -> NDArray[np.float64]:
+    """Every positive finite code's value, in order."""
+    codes = np.arange(_E4M3_NAN)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+
+
+_VALUES: Final = _e4m3_values()
+_MIDDLES: Final = (_VALUES[:-1] + _VALUES[1:]) / 2
+
+
+def plain_quantise_bf16(source: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> bool:
+    """The definition: the nearest of the 127 values, in float64; of two equally near ones the even code."""
+    top = (source & 0x7FFF).max(axis=1)
+    exponent = (top >> 7).astype(np.int64) - 8 + ((top & 0x7F) > 0x68)
+    scales[:] = np.maximum(exponent, 1)
+    if int(top.max(initial=0)) >= _BF16_TOP:
+        return False
+    values = (source.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    values = np.ldexp(values, 127 - scales.astype(np.int64)[:, None, :])
+    size = np.abs(values)
+    below, above = np.searchsorted(_MIDDLES, size, side="left"), np.searchsorted(_MIDDLES, size, side="right")
+    nearest = np.where(below & 1, above, below)  # they differ on a tie only
+    codes[:] = nearest | np.where(source & 0x8000, 0x80, 0)
+    return True
+
+
+def plain_dequantise_bf16(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """The definition of `dequantise_bf16`, in float64 and then rounded to bf16."""
+    size = codes & 0x7F
+    table = np.append(_VALUES, 0.0)
+    with np.errstate(over="ignore"):  # a pair of code and scale that no quantisation makes is infinite
+        values = np.ldexp(table[size], scales.astype(np.int64)[:, None, :] - 127).astype(np.float32)
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    out[:] = np.where(size == _E4M3_NAN, 0x7FC0, rounded) | ((codes & 0x80).astype(np.uint16) << 8)
