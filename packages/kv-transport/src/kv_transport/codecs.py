@@ -1,0 +1,247 @@
+"""Fewer bytes for slow links: what a codec makes of cells, and which one is worth its time. Pure.
+
+| codec | for | bytes of bf16 | what comes back |
+|---|---|---|---|
+| `lz4` | anything | what it finds; a unit that does not shrink goes raw | the same bytes |
+| `fp8_e4m3` | bf16 | 0.5, and a scale byte per channel (0.531 with 16 tokens a block) | `Fidelity("fp8_e4m3", 1)` |
+| `int8` | bf16 | 0.5, and a scale byte per K channel and per V token | `Fidelity("int8", 1)` |
+
+Scales are powers of two in one byte (biased by 127). K has few channels with large values, so its scales are per
+channel; V has none, so INT8 takes them per token, and a token that comes later does not change them (KIVI, Liu and
+others, ICML 2024). FP8 has exponents of its own and takes channels for both.
+
+C1: `decode(encode(x))` is x for a lossless codec; for a lossy one it is within the error of its format, and encoding
+it once more changes nothing. C2: an encoded cell has a length that codec and geometry alone say, or it is a whole unit
+of LZ4 that says how long it becomes. C3: what cannot be encoded (not finite, does not shrink) is said, never guessed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, cast
+
+import lz4.block
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_core.block import BlockGeometry
+from kv_core.dtypes import DType
+from kv_core.namespace import EXACT, Fidelity
+from kv_transport import kernels, limits
+from kv_transport.errors import CodecFailed, GeometryMismatch
+
+LZ4_WORTH: Final = 0.95
+"""A unit that LZ4 leaves longer than this part of itself goes raw."""
+
+_INT8_SCALE_MAX: Final = 249
+
+
+class Codec(Enum):
+    """How cells are written on a wire."""
+
+    NONE = "none"
+    LZ4 = "lz4"
+    FP8_E4M3 = "fp8_e4m3"
+    INT8 = "int8"
+
+    @property
+    def lossless(self) -> bool:
+        return self in (Codec.NONE, Codec.LZ4)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Under which blocks that came this way may be published."""
+        return EXACT if self.lossless else Fidelity(self.value, 1)
+
+
+def require_form(codec: Codec, geometry: BlockGeometry) -> None:
+    """Raise `GeometryMismatch` for a lossy codec over anything but bf16."""
+    if not codec.lossless and geometry.dtype is not DType.BF16:
+        raise GeometryMismatch(field=f"dtype for {codec.value}", ours=DType.BF16.value, theirs=geometry.dtype.value)
+
+
+def encoded_cell_nbytes(codec: Codec, geometry: BlockGeometry) -> int:
+    """Bytes of one (slot, layer) under a lossy codec, scales included; those of the cell itself under others."""
+    require_form(codec, geometry)
+    match codec:
+        case Codec.FP8_E4M3:
+            return geometry.slot_layer_nbytes // 2 + geometry.num_planes * _channels(geometry)
+        case Codec.INT8:
+            tokens = geometry.num_kv_heads * geometry.block_size * (geometry.num_planes - 1)
+            return geometry.slot_layer_nbytes // 2 + _channels(geometry) + tokens
+        case Codec.NONE | Codec.LZ4:
+            return geometry.slot_layer_nbytes
+
+
+def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview) -> bytes:
+    """One cell under a lossy codec: the scales, then the codes, both in canonical order.
+
+    Raises:
+        CodecFailed: a value is not finite.
+        GeometryMismatch: the codec is not for this element type.
+    """
+    require_form(codec, geometry)
+    values = np.frombuffer(cell, np.uint16).reshape(_matrix_shape(geometry))
+    codes = np.empty(values.shape, np.uint8)
+    match codec:
+        case Codec.FP8_E4M3:
+            scales = np.empty((values.shape[0], values.shape[2]), np.uint8)
+            if not kernels.quantise_bf16(values, codes, scales):
+                raise CodecFailed(codec=codec.value, reason="a value is not finite")
+            return scales.tobytes() + codes.tobytes()
+        case Codec.INT8:
+            heads = geometry.num_kv_heads
+            parts = [_int8(values[:heads], codes[:heads], axis=1)]
+            if geometry.num_planes > 1:
+                parts.append(_int8(values[heads:], codes[heads:], axis=2))
+            return b"".join(parts) + codes.tobytes()
+        case Codec.NONE | Codec.LZ4:
+            raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
+
+
+def decode_cell(codec: Codec, geometry: BlockGeometry, data: memoryview | bytes, cell: memoryview) -> None:
+    """Write the cell that `encode_cell` gave `data` for.
+
+    Raises:
+        CodecFailed: wrong length, or a scale that no encoding makes; the cell may be half written.
+    """
+    if len(data) != encoded_cell_nbytes(codec, geometry):
+        raise CodecFailed(codec=codec.value, reason=f"{len(data)} bytes for a cell")
+    out = np.frombuffer(cell, np.uint16).reshape(_matrix_shape(geometry))
+    raw = np.frombuffer(data, np.uint8)
+    codes = raw[len(raw) - out.size :].reshape(out.shape)
+    match codec:
+        case Codec.FP8_E4M3:
+            scales = raw[: len(raw) - out.size].reshape(out.shape[0], out.shape[2])
+            try:
+                kernels.dequantise_bf16(codes, scales, out)
+            except ValueError as error:
+                raise CodecFailed(codec=codec.value, reason=str(error)) from error
+        case Codec.INT8:
+            heads, channels = geometry.num_kv_heads, _channels(geometry)
+            per_channel = raw[:channels].reshape(heads, 1, geometry.head_dim)
+            _from_int8(codes[:heads], per_channel, out[:heads])
+            if geometry.num_planes > 1:
+                per_token = raw[channels : len(raw) - out.size].reshape(heads, geometry.block_size, 1)
+                _from_int8(codes[heads:], per_token, out[heads:])
+        case Codec.NONE | Codec.LZ4:
+            raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
+
+
+def compress(unit: bytes | memoryview) -> bytes | None:
+    """LZ4 block of a whole unit; None where it is not worth it."""
+    packed = cast(bytes, lz4.block.compress(unit, store_size=False))
+    return packed if len(packed) <= LZ4_WORTH * len(unit) else None
+
+
+def decompress(data: bytes | memoryview, nbytes: int) -> bytes:
+    """The unit of exactly `nbytes`; never takes more memory than that.
+
+    Raises:
+        CodecFailed: it is no LZ4 block, or of another length.
+    """
+    if not 0 <= nbytes <= limits.UNIT_BYTES_MAX:
+        raise CodecFailed(codec="lz4", reason=f"a unit of {nbytes} bytes")
+    try:
+        unit = cast(bytes, lz4.block.decompress(data, uncompressed_size=nbytes))
+    except (lz4.block.LZ4BlockError, ValueError) as error:
+        raise CodecFailed(codec="lz4", reason=str(error)) from error
+    if len(unit) != nbytes:
+        raise CodecFailed(codec="lz4", reason=f"{len(unit)} bytes instead of {nbytes}")
+    return unit
+
+
+def _channels(geometry: BlockGeometry) -> int:
+    return geometry.num_kv_heads * geometry.head_dim
+
+
+def _matrix_shape(geometry: BlockGeometry) -> tuple[int, int, int]:
+    return geometry.num_planes * geometry.num_kv_heads, geometry.block_size, geometry.head_dim
+
+
+def _int8(values: NDArray[np.uint16], codes: NDArray[np.uint8], axis: int) -> bytes:
+    """Quantise with one scale along `axis`; writes the codes and gives the scales."""
+    top = (values & 0x7FFF).max(axis=axis, keepdims=True)
+    if int(top.max(initial=0)) >= 0x7F80:
+        raise CodecFailed(codec=Codec.INT8.value, reason="a value is not finite")
+    # The least power of two that brings the largest to at most 127.
+    scales = np.maximum((top >> 7).astype(np.int32) - 6 + ((top & 0x7F) == 0x7F), 1)
+    floats = (values.astype(np.uint32) << 16).view(np.float32)
+    codes[:] = np.rint(np.ldexp(floats, 127 - scales)).astype(np.int8).view(np.uint8)
+    packed: bytes = scales.astype(np.uint8).tobytes()
+    return packed
+
+
+def _from_int8(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    if int(scales.max(initial=0)) > _INT8_SCALE_MAX:
+        raise CodecFailed(codec=Codec.INT8.value, reason=f"a scale of {int(scales.max())}")
+    floats = np.ldexp(codes.view(np.int8).astype(np.float32), scales.astype(np.int32) - 127)
+    bits = floats.view(np.uint32)
+    out[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+# Which one is worth it.
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """What a codec was measured to do on this machine and this kind of data.
+
+    Attributes:
+        ratio: bytes on the wire for each byte of KV.
+        encode_rate, decode_rate: bytes of KV a second, at both ends.
+    """
+
+    codec: Codec
+    ratio: float
+    encode_rate: float
+    decode_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """The codec to use, and how every candidate would have done.
+
+    Attributes:
+        rates: candidate -> KV bytes a second end to end.
+        limits: candidate -> what limits it: `encode`, `link` or `decode`.
+    """
+
+    codec: Codec
+    link_rate: float
+    rates: dict[Codec, float]
+    limits: dict[Codec, str]
+
+    def explain(self) -> str:
+        """Why, in one line for an operator."""
+        rivals = ", ".join(
+            f"{codec.value} {rate / 1e9:.2f} GB/s (limited by {self.limits[codec]})"
+            for codec, rate in sorted(self.rates.items(), key=lambda item: -item[1])
+        )
+        return f"{self.codec.value} over a link of {self.link_rate / 1e9:.2f} GB/s: {rivals}"
+
+
+GAIN_MIN: Final = 1.1
+"""A codec must promise this much more than raw bytes: figures are estimates, and raw bytes cost no processor."""
+
+
+def choose_codec(link_rate: float, costs: Sequence[CodecCost], allowed: Sequence[Codec]) -> CodecChoice:
+    """The codec that moves most KV a second. The stages overlap, so each is as fast as its slowest stage.
+
+    A lossy codec is chosen only when the link is what limits raw bytes, as for every codec, and when it is allowed.
+
+    Args:
+        link_rate: bytes a second that the link was measured to carry, above 0.
+        costs: measured codecs; raw bytes need none.
+        allowed: what both sides accept.
+    """
+    rates, bounds = {Codec.NONE: link_rate}, {Codec.NONE: "link"}
+    for cost in costs:
+        if cost.codec in allowed and cost.codec is not Codec.NONE:
+            stages = {"encode": cost.encode_rate, "link": link_rate / cost.ratio, "decode": cost.decode_rate}
+            slowest = min(stages, key=lambda name: stages[name])
+            rates[cost.codec], bounds[cost.codec] = stages[slowest], slowest
+    best = max(rates, key=lambda codec: (rates[codec], codec.lossless))
+    if rates[best] < GAIN_MIN * link_rate:
+        best = Codec.NONE
+    return CodecChoice(best, link_rate, rates, bounds)

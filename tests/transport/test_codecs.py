@@ -1,0 +1,212 @@
+"""Codecs: what comes back, how long it is, what is refused, and which one is chosen."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kv_core.block import BlockGeometry
+from kv_core.dtypes import DType
+from kv_core.namespace import EXACT, Fidelity
+from kv_transport import limits
+from kv_transport.codecs import (
+    GAIN_MIN,
+    Codec,
+    CodecCost,
+    choose_codec,
+    compress,
+    decode_cell,
+    decompress,
+    encode_cell,
+    encoded_cell_nbytes,
+)
+from kv_transport.errors import CodecFailed, GeometryMismatch
+
+LOSSY = [Codec.FP8_E4M3, Codec.INT8]
+GEOMETRIES = st.builds(
+    BlockGeometry,
+    num_layers=st.just(1),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 5, 16]),
+    dtype=st.just(DType.BF16),
+    block_size=st.sampled_from([1, 4, 16]),
+    num_planes=st.integers(1, 2),
+)
+
+
+def cell_of(geometry: BlockGeometry, seed: int, scale: float) -> NDArray[np.uint16]:
+    shape = (geometry.num_planes, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+    values = (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def there_and_back(codec: Codec, geometry: BlockGeometry, cell: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    data = encode_cell(codec, geometry, memoryview(cell.tobytes()))
+    assert len(data) == encoded_cell_nbytes(codec, geometry)
+    out = bytearray(cell.nbytes)
+    decode_cell(codec, geometry, data, memoryview(out))
+    return np.frombuffer(bytes(out), np.uint16).reshape(cell.shape)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@given(geometry=GEOMETRIES, seed=st.integers(0, 2**32), scale=st.sampled_from([1e-20, 1.0, 3e4]))
+def test_a_lossy_cell_comes_back_within_the_error_of_its_format(
+    codec: Codec, geometry: BlockGeometry, seed: int, scale: float
+) -> None:
+    cell = cell_of(geometry, seed, scale)
+    was, found = floats(cell), floats(there_and_back(codec, geometry, cell))
+    error = np.abs(found - was)
+    if codec is Codec.FP8_E4M3:
+        # Half a step of 3 mantissa bits; below 2**-6 of the scale, half the smallest step.
+        top = np.abs(was).max(axis=2, keepdims=True)
+        assert (error <= np.maximum(np.abs(was) / 16, top * 2.0**-17)).all()
+    else:
+        # Half of one of 127 steps, which may be twice as large as needed: K along its tokens, V along its dims.
+        top = np.abs(was).max(axis=2, keepdims=True) * np.ones_like(was)
+        if geometry.num_planes > 1:
+            top[1] = np.abs(was[1]).max(axis=2, keepdims=True)
+        assert (error <= top / 127 * 1.02).all()
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@given(geometry=GEOMETRIES, seed=st.integers(0, 2**32))
+def test_what_was_lossy_once_is_lossy_no_further(codec: Codec, geometry: BlockGeometry, seed: int) -> None:
+    once = there_and_back(codec, geometry, cell_of(geometry, seed, 1.0))
+    assert np.array_equal(there_and_back(codec, geometry, once), once)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_the_default_block_is_at_most_0_54_of_its_bytes_with_scales(codec: Codec) -> None:
+    geometry = BlockGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.BF16, block_size=16)
+    assert encoded_cell_nbytes(codec, geometry) / geometry.slot_layer_nbytes <= 0.54
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0])
+def test_what_is_not_finite_is_said_and_not_encoded(codec: Codec, bits: int) -> None:
+    geometry = BlockGeometry(num_layers=1, num_kv_heads=2, head_dim=4, dtype=DType.BF16, block_size=4)
+    for place in (0, 63):
+        cell = cell_of(geometry, 1, 1.0)
+        cell.reshape(-1)[place] = bits
+        with pytest.raises(CodecFailed, match="not finite"):
+            encode_cell(codec, geometry, memoryview(cell.tobytes()))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@given(data=st.binary(max_size=120))
+def test_any_bytes_are_a_cell_or_a_typed_error(codec: Codec, data: bytes) -> None:
+    geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.BF16, block_size=4)
+    out = memoryview(bytearray(geometry.slot_layer_nbytes))
+    if len(data) >= 40:
+        data = data[: encoded_cell_nbytes(codec, geometry)]
+    try:
+        decode_cell(codec, geometry, data, out)
+    except CodecFailed:
+        return
+    values = floats(np.frombuffer(out, np.uint16))
+    assert len(data) == encoded_cell_nbytes(codec, geometry) and values.shape == (32,)
+
+
+def test_a_lossy_codec_is_for_bf16() -> None:
+    geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.FP16, block_size=4)
+    with pytest.raises(GeometryMismatch):
+        encode_cell(Codec.FP8_E4M3, geometry, memoryview(bytes(geometry.slot_layer_nbytes)))
+    with pytest.raises(CodecFailed):
+        encode_cell(Codec.LZ4, geometry, memoryview(bytes(geometry.slot_layer_nbytes)))
+
+
+def test_only_what_is_exact_is_published_as_exact() -> None:
+    assert [codec.fidelity for codec in (Codec.NONE, Codec.LZ4)] == [EXACT, EXACT]
+    assert [codec.fidelity for codec in LOSSY] == [Fidelity("fp8_e4m3", 1), Fidelity("int8", 1)]
+
+
+# LZ4.
+
+
+@given(st.binary(max_size=200), st.integers(1, 40))
+def test_lz4_gives_the_same_bytes_or_says_that_it_is_not_worth_it(piece: bytes, times: int) -> None:
+    unit = piece * times
+    packed = compress(unit)
+    if packed is None:
+        return
+    assert len(packed) < len(unit) or not unit
+    assert decompress(packed, len(unit)) == unit
+
+
+def test_lz4_shrinks_what_repeats_and_leaves_noise_alone() -> None:
+    assert compress(np.random.default_rng(1).bytes(100_000)) is None
+    packed = compress(bytes(100_000))
+    assert packed is not None and len(packed) < 1_000
+
+
+@given(st.binary(max_size=100), st.integers(0, 300))
+def test_no_bytes_make_more_than_was_said(data: bytes, nbytes: int) -> None:
+    try:
+        unit = decompress(data, nbytes)
+    except CodecFailed:
+        return
+    assert len(unit) == nbytes
+
+
+def test_a_bomb_is_refused() -> None:
+    packed = compress(bytes(1 << 20))
+    assert packed is not None
+    for said in (0, 100, (1 << 20) - 1, (1 << 20) + 1, limits.UNIT_BYTES_MAX + 1, -1):
+        with pytest.raises(CodecFailed):
+            decompress(packed, said)
+
+
+# The choice.
+
+FP8 = CodecCost(Codec.FP8_E4M3, ratio=0.53, encode_rate=3e9, decode_rate=3e9)
+LZ4 = CodecCost(Codec.LZ4, ratio=0.9, encode_rate=0.5e9, decode_rate=2e9)
+ALL = list(Codec)
+
+
+def test_a_slow_link_takes_the_codec_and_a_fast_one_raw_bytes() -> None:
+    slow, fast = choose_codec(0.125e9, [FP8, LZ4], ALL), choose_codec(5e9, [FP8, LZ4], ALL)
+    assert (slow.codec, fast.codec) == (Codec.FP8_E4M3, Codec.NONE)
+    assert slow.limits[Codec.FP8_E4M3] == "link" and fast.limits[Codec.FP8_E4M3] == "encode"
+    assert slow.explain().startswith("fp8_e4m3 over a link of 0.12 GB/s: fp8_e4m3 0.24 GB/s (limited by link), ")
+    assert "none 5.00 GB/s" in fast.explain()
+
+
+def test_what_is_not_allowed_is_not_even_weighed() -> None:
+    choice = choose_codec(0.125e9, [FP8, LZ4], [Codec.NONE, Codec.LZ4])
+    assert choice.codec is Codec.LZ4 and set(choice.rates) == {Codec.NONE, Codec.LZ4}
+
+
+@given(
+    st.floats(1e6, 1e11),
+    st.lists(
+        st.builds(
+            CodecCost,
+            st.sampled_from([Codec.LZ4, Codec.FP8_E4M3, Codec.INT8]),
+            st.floats(0.1, 1.2),
+            st.floats(1e7, 1e11),
+            st.floats(1e7, 1e11),
+        ),
+        max_size=3,
+        unique_by=lambda cost: cost.codec,
+    ),
+    st.lists(st.sampled_from(ALL), max_size=4),
+)
+def test_the_choice_is_never_slower_than_raw_bytes(link: float, costs: list[CodecCost], allowed: list[Codec]) -> None:
+    choice = choose_codec(link, costs, allowed)
+    times = {Codec.NONE: 1e9 / link}
+    for cost in costs:
+        if cost.codec in allowed:
+            # A second of each stage, for 1 GB of KV.
+            times[cost.codec] = max(1e9 / cost.encode_rate, 1e9 * cost.ratio / link, 1e9 / cost.decode_rate)
+    fastest = min(times.values())
+    assert choice.codec in times
+    if choice.codec is Codec.NONE:
+        assert times[Codec.NONE] <= fastest * GAIN_MIN * 1.000001
+    else:
+        assert times[choice.codec] == pytest.approx(fastest)
+        assert times[choice.codec] * GAIN_MIN <= times[Codec.NONE] * 1.000001
