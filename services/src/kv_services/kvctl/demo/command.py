@@ -12,6 +12,7 @@ import aiohttp
 
 from kv_core.clock import SystemClock
 from kv_services.config import ClusterConfig
+from kv_services.engine.weights import find_weights
 from kv_services.kvctl.demo.client import LINE_BYTES_MAX, Answer, RequestFailedError, ask
 from kv_services.kvctl.demo.profile import CONCURRENCY, MAX_TOKENS, demo_config
 from kv_services.kvctl.demo.prompts import chat
@@ -29,8 +30,10 @@ def run(num_requests: int, model: Path | None, as_json: bool, keep: bool, comman
     """Run the demo and print what came of it; 1 if a request failed, a token differs or something stays behind.
 
     Raises:
+        WeightsMissingError: there is no such model; nothing was started.
         LaunchError: the cluster did not start.
     """
+    find_weights(model)
     return run_until_signal(lambda hurry: _demo(num_requests, model, as_json, keep, command, hurry))
 
 
