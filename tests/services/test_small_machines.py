@@ -94,6 +94,20 @@ def test_a_damaged_life_file_says_which_and_what_to_do(tmp_path: Path) -> None:
         LifeFile(tmp_path, "n").begin(ManualClock())
 
 
+@pytest.mark.parametrize("bit", range(0, 8 * 80, 11))
+def test_no_flipped_bit_of_a_life_file_is_taken_for_another_life(tmp_path: Path, bit: int) -> None:
+    clock = ManualClock(wall_ns=8_000_000_000)
+    life = LifeFile(tmp_path, "n")
+    life.begin(clock)
+    life.keep_clock_bound(9_876_543_210)
+    path = tmp_path / "n.life.json"
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(data)
+    with pytest.raises(LifeFileError, match="damaged"):
+        LifeFile(tmp_path, "n").begin(clock)
+
+
 def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher_one(tmp_path: Path) -> None:
     clock, life = ManualClock(), LifeFile(tmp_path, "n")
     life.begin(clock)

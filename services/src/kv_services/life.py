@@ -1,16 +1,18 @@
 """What one process keeps on disk between its lives: its incarnation and the bound of its clock.
 
-A life file is written to a temporary name, synced and renamed, so that it is whole at any instant. Losing it costs
-nothing but a higher jump of the incarnation, which then starts from the wall clock.
+A life file is written to a temporary name, synced and renamed, so that it is whole at any instant, and carries its own
+checksum: a bound that a flipped bit made lower would let stamps go back. Losing it costs nothing but a higher jump of
+the incarnation, which then starts from the wall clock.
 """
 
 import os
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
+from kv_core.checksum import crc64
 from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation
@@ -26,17 +28,56 @@ class LifeFileError(KVError):
 
 
 class Life(msgspec.Struct, frozen=True):
-    """The file's content."""
+    """What is kept."""
 
     incarnation: int = 0
     clock_bound_ns: int = 0
 
 
+class _Sealed(msgspec.Struct, frozen=True):
+    """The file's content: the checksum is the CRC-64 of the life's own JSON."""
+
+    life: Life
+    check: int
+
+
+class LifeDisk(Protocol):
+    """Where life files lie; raises `OSError` as the system does."""
+
+    def read(self, path: Path, nbytes_max: int) -> bytes:
+        """At most that much of the file's content."""
+        ...
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Make `data` the file's content, durably; on an error the former content stays."""
+        ...
+
+
+class SystemDisk:
+    """The machine's file system."""
+
+    __slots__ = ()
+
+    def read(self, path: Path, nbytes_max: int) -> bytes:
+        with path.open("rb") as stream:
+            return stream.read(nbytes_max)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        new = path.with_suffix(".new")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(path)
+
+
 class LifeFile:
     """One process's life file; `begin` first."""
 
-    def __init__(self, folder: Path, node_id: str) -> None:
+    def __init__(self, folder: Path, node_id: str, disk: LifeDisk | None = None) -> None:
         self._path = folder / f"{node_id}.life.json"
+        self._disk: LifeDisk = disk or SystemDisk()
         self._lock = threading.Lock()
         self.life = Life()
 
@@ -60,24 +101,24 @@ class LifeFile:
 
     def _read(self) -> Life:
         try:
-            with self._path.open("rb") as stream:
-                return msgspec.json.decode(stream.read(LIFE_BYTES_MAX), type=Life)
+            sealed = msgspec.json.decode(self._disk.read(self._path, LIFE_BYTES_MAX), type=_Sealed)
         except FileNotFoundError:
             return Life()
         except OSError as error:
             raise LifeFileError(path=str(self._path), cause=error.strerror or str(error)) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LifeFileError(path=str(self._path), cause=f"damaged ({error}); remove it") from error
+        if sealed.check != _check(sealed.life):
+            raise LifeFileError(path=str(self._path), cause="damaged (its checksum differs); remove it")
+        return sealed.life
 
     def _write(self, life: Life) -> None:
-        new = self._path.with_suffix(".new")
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with new.open("wb") as stream:
-                stream.write(msgspec.json.encode(life))
-                stream.flush()
-                os.fsync(stream.fileno())
-            new.replace(self._path)
+            self._disk.replace(self._path, msgspec.json.encode(_Sealed(life, _check(life))))
         except OSError as error:
             raise LifeFileError(path=str(self._path), cause=error.strerror or str(error)) from error
         self.life = life
+
+
+def _check(life: Life) -> int:
+    return crc64(msgspec.json.encode(life))

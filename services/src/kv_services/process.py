@@ -16,7 +16,7 @@ from typing import Final
 import uvloop
 
 from kv_bus.errors import ChildGaveUp
-from kv_bus.interface import Bus, PeerAddress
+from kv_bus.interface import Bus, PeerAddress, Stamper
 from kv_bus.keys import AllowListFile, load_key_pair
 from kv_bus.lag import LoopLagProbe
 from kv_bus.supervisor import Child, ChildSpec, RestartPolicy, Supervisor
@@ -35,7 +35,7 @@ from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
-from kv_services.replica.service import ReplicaService, ReplicaStamper, wait_out
+from kv_services.replica.service import Offload, ReplicaService, ReplicaStamper, wait_out
 from kv_services.side_http import SideHttp
 from kv_services.status_report import SlotCounts, StatusReport, encode_status
 
@@ -44,6 +44,9 @@ CLOCK_HORIZON_NS: Final = 2_000_000_000
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a computing thread may keep the interpreter from the loop: a tenth of the default."""
+
+MakeBus = Callable[[Incarnation, Registry, Stamper], Bus]
+"""Makes the bus of one life."""
 
 _log = logging.getLogger(__name__)
 
@@ -167,27 +170,46 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
         KVError: a key, a life file or an address is not as it must be.
     """
     clock = SystemClock()
-    life = LifeFile(config.state_path / "lives", node.id)
-    before = life.begin(clock)
-    incarnation = Incarnation(before.incarnation)
-    metrics = Metrics(node.id, node.role.value)
-    index = PrefixIndex()
-    settings = ReplicaConfig(clock_floor_ns=before.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
-    manager = KvCacheConsistencyManager(node.node_id, incarnation, settings)
-    replica = ReplicaService(manager, clock, index, life, metrics)
-    replica.prime()
-    bus = ZmqBus(
-        ZmqBusConfig(
+
+    def make_bus(incarnation: Incarnation, registry: Registry, stamper: Stamper) -> Bus:
+        config_of_bus = ZmqBusConfig(
             node_id=node.node_id,
             incarnation=incarnation,
             requests=node.bus_endpoint,
             events=node.events_endpoint,
             keys=load_key_pair(config.keys_path, node.node_id),
             allow_list=AllowListFile(config.allow_list_path),
-        ),
+        )
+        return ZmqBus(config_of_bus, registry, stamper=stamper, clock=clock)
+
+    return assemble_base(config, node, clock, LifeFile(config.state_path / "lives", node.id), make_bus)
+
+
+def assemble_base(
+    config: ClusterConfig,
+    node: NodeConfig,
+    clock: Clock,
+    life: LifeFile,
+    make_bus: MakeBus,
+    offload: Offload | None = None,
+) -> Base:
+    """Begin a life with what `life` kept, on that bus and clock; nothing is started.
+
+    Raises:
+        KVError: as `build_base`.
+    """
+    before = life.begin(clock)
+    incarnation = Incarnation(before.incarnation)
+    metrics = Metrics(node.id, node.role.value)
+    index = PrefixIndex()
+    settings = ReplicaConfig(clock_floor_ns=before.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
+    manager = KvCacheConsistencyManager(node.node_id, incarnation, settings)
+    replica = ReplicaService(manager, clock, index, life, metrics, offload=offload)
+    replica.prime()
+    bus = make_bus(
+        incarnation,
         Registry(*ROLE_MESSAGES, *MESSAGES),
-        stamper=ReplicaStamper(manager, clock, replica.renew_clock_bound),
-        clock=clock,
+        ReplicaStamper(manager, clock, replica.renew_clock_bound),
     )
     peers = {peer.node_id: peer.role for peer in config.nodes if peer.id != node.id}
     for peer in config.nodes:

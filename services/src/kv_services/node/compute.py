@@ -5,11 +5,13 @@ node with both kinds of work alternates by whoever asks. A call that was started
 use until it returns.
 """
 
+import asyncio
 import threading
 from asyncio import Future, wrap_future
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -42,18 +44,32 @@ class LayerSink(Protocol):
     def layer_written(self, layer: int, first_block: int, end_block: int) -> None: ...
 
 
+class Compute(Protocol):
+    """Where a node's engine runs: one call after the other, in the order given."""
+
+    def run(self, call: Callable[[], T]) -> "Future[T]":
+        """Do `call` when those before it are done. Cancelling the future does not stop a call that was started."""
+        ...
+
+    async def close(self) -> None:
+        """Return when the call under way is over; those behind it are dropped. Idempotent."""
+        ...
+
+
 class ComputeThread:
-    """Runs calls one after the other in a thread of its own. Idempotent `close` waits for the call under way."""
+    """A `Compute` in a thread of its own."""
 
     def __init__(self, node_id: NodeId) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{node_id}")
 
     def run(self, call: Callable[[], T]) -> "Future[T]":
-        """Do `call` when those before it are done. Cancelling the future does not stop a call that was started."""
+        """See `Compute.run`."""
         return wrap_future(self._executor.submit(call))
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    async def close(self) -> None:
+        """See `Compute.close`."""
+        shutdown = partial(self._executor.shutdown, wait=True, cancel_futures=True)
+        await asyncio.get_running_loop().run_in_executor(None, shutdown)
 
 
 class _PrefillHooks:

@@ -13,7 +13,7 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
-from kv_services.node.compute import ComputeThread
+from kv_services.node.compute import Compute
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
 
@@ -39,7 +39,7 @@ class NodeContext:
     pool: BlockPool
     index: PrefixIndex
     transfers: KVCacheTransferEngine
-    compute: ComputeThread
+    compute: Compute
     replica: ReplicaService
     introductions: Introductions
     metrics: Metrics

@@ -28,7 +28,7 @@ from kv_services.engine.threads import set_blas_threads
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
 from kv_services.messages import Ack, EndRequest, Load
-from kv_services.node.compute import ComputeThread
+from kv_services.node.compute import Compute, ComputeThread
 from kv_services.node.context import NodeContext
 from kv_services.node.decode import DecodeActor
 from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
@@ -87,7 +87,7 @@ class NodeWork:
         self, base: Base, ctx: NodeContext, agent: TransferAgent, introducer: Introducer, model: Model
     ) -> None:
         self._base = base
-        self._ctx = ctx
+        self.ctx = ctx
         self._agent = agent
         self._introducer = introducer
         self.cost = PullCost(ctx.arena.geometry.block_nbytes, ctx.block_size)
@@ -122,7 +122,7 @@ class NodeWork:
             self.prefill.listen()
         self.leases.listen()
         self._introducer.listen()
-        self._ctx.bus.handle(EndRequest, self._on_end)
+        self.ctx.bus.handle(EndRequest, self._on_end)
         self._base.cluster.on_change(self._on_member)
 
     async def run(self) -> None:
@@ -149,11 +149,11 @@ class NodeWork:
         await self.prefill.close()
         await self._introducer.close()
         self.leases.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._ctx.compute.close)
+        await self.ctx.compute.close()
 
     def load(self) -> Load:
         """What this node says of itself in each heartbeat."""
-        stats = self._ctx.pool.stats()
+        stats = self.ctx.pool.stats()
         decode, prefill = self.decode.machine, self.prefill.machine
         return Load(
             running=decode.num_running + prefill.num_running,
@@ -168,7 +168,7 @@ class NodeWork:
 
     def slots(self) -> SlotCounts:
         """Slots by state; those in quarantine are pinned in the pool and told apart here."""
-        stats = self._ctx.pool.stats()
+        stats = self.ctx.pool.stats()
         quarantined = min(stats.pinned, self._agent.stats().quarantined_slots)
         return SlotCounts(stats.total, stats.free, stats.cached, stats.pinned - quarantined, quarantined)
 
@@ -182,7 +182,7 @@ class NodeWork:
     def open_things(self) -> dict[str, int]:
         """What is owned and not given back yet, by kind."""
         things: dict[str, int] = {"prefix leases": len(self.leases), "token streams": len(self.decode.outbox)}
-        for hold in self._ctx.pool.holds():
+        for hold in self.ctx.pool.holds():
             kind = f"pool {hold.receipt.kind.value}"
             things[kind] = things.get(kind, 0) + 1
         for item in self._agent.inventory().work:
@@ -191,11 +191,11 @@ class NodeWork:
 
     def _plan_pull(self, hashes: Sequence[BlockHash], have_blocks: int) -> PullPlan | None:
         usable = self._base.cluster.certain(Role.PREFILL, Role.DECODE, Role.STORE)
-        holders = self._ctx.index.lookup(hashes)
+        holders = self.ctx.index.lookup(hashes)
         return plan_pull(holders, usable, hashes, have_blocks, self.cost)
 
     def _tick(self) -> None:
-        now_ns = self._ctx.clock.monotonic_ns()
+        now_ns = self.ctx.clock.monotonic_ns()
         self.decode.complete(TimePassed(now_ns))
         self.prefill.complete(PrefillTimePassed(now_ns))
         self.leases.expire()
@@ -254,30 +254,35 @@ def build(base: Base) -> list[ChildSpec]:
         ),
         base.clock,
     )
+    work = assemble(base, model, arena, agent, ComputeThread(node.node_id))
+    nbytes = arena.num_slots * geometry.block_nbytes
+    _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
+    return [
+        keep("memory", Memory(arena, agent, work.ctx.transfers, sockets)),
+        keep("work", work),
+        keep("http", base.side_http()),
+    ]
+
+
+def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compute: Compute) -> NodeWork:
+    """The roles of one node over that memory and engine; `base` speaks of them from now on."""
     region = agent.register_memory(arena).region
-    pool = BlockPool(arena.num_slots, config.model.block_size, region=region)
     introducer = Introducer(base.bus, agent, base.cluster, base.clock)
     ctx = NodeContext(
-        config=config,
-        node=node,
+        config=base.config,
+        node=base.node,
         clock=base.clock,
         bus=base.bus,
         arena=arena,
         region=region,
-        pool=pool,
+        pool=BlockPool(arena.num_slots, arena.geometry.block_size, region=region),
         index=base.index,
         transfers=KVCacheTransferEngine(agent),
-        compute=ComputeThread(node.node_id),
+        compute=compute,
         replica=base.replica,
         introductions=introducer,
         metrics=base.metrics,
     )
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
-    nbytes = arena.num_slots * geometry.block_nbytes
-    _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
-    return [
-        keep("memory", Memory(arena, agent, ctx.transfers, sockets)),
-        keep("work", work),
-        keep("http", base.side_http()),
-    ]
+    return work

@@ -1,6 +1,7 @@
 """One simulated node below the seam."""
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 
 from kv_bus.carrier import CarrierStats, EventSink, Frame, LinkSink, ReplyOutcome, RequestSink
@@ -17,6 +18,7 @@ class MemoryCarrier:
         self.network = network
         self.node_id = node_id
         self.is_open = False
+        self.context: contextvars.Context | None = None
         self.dialled: dict[Connection, None] = {}
         self.accepted: dict[bytes, Connection] = {}
         self.subscribers: dict[Connection, Callable[[Frame], None]] = {}
@@ -31,6 +33,7 @@ class MemoryCarrier:
     async def open(self, sink: RequestSink) -> None:
         """See `Carrier.open`."""
         self.network.join(self)
+        self.context = contextvars.copy_context()
         self._sink = sink
         self.is_open = self._receives = True
 

@@ -6,6 +6,8 @@ The network uses no thread, no socket, no clock and no chance of its own: time i
 N1: a frame is delivered after the delay that the faults give it, more than once if they say so, or not at all. Frames
     of one connection keep their order, as TCP's do, unless the network was made unordered.
 N2: a cut is tested when a frame would be delivered, so it also eats what is in flight.
+N3: a frame is delivered in the context (`contextvars`) in which its receiver opened its bus, so that whatever it starts
+    belongs to the receiver and not to the sender.
 """
 
 import asyncio
@@ -163,15 +165,17 @@ class MemoryNetwork:
         if not delays:
             self._lost += 1
         loop = asyncio.get_running_loop()
+        receiver = self._nodes.get(path.target)
+        context = None if receiver is None else receiver.context
         for delay_ns in delays:
             at = loop.time() + delay_ns / 1e9
             if self._ordered:
                 # Timers of one instant come in no order, so a timer delivers whatever is next.
                 at = path.last_arrival = max(at, path.last_arrival)
                 path.in_flight.append((deliver, on_cut))
-                loop.call_at(at, self._next_arrives, path)
+                loop.call_at(at, self._next_arrives, path, context=context)
             else:
-                loop.call_at(at, self._arrive, path, deliver, on_cut)
+                loop.call_at(at, self._arrive, path, deliver, on_cut, context=context)
 
     def _next_arrives(self, path: Path) -> None:
         self._arrive(path, *path.in_flight.popleft())
