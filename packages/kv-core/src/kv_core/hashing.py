@@ -22,17 +22,17 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from itertools import starmap
 from typing import Final
 
-import msgspec
 import xxhash
-from fastcrc.crc32 import iscsi
 
 from kv_core import limits
+from kv_core.block_hashes import BlockHash as BlockHash
+from kv_core.block_hashes import BlockHashes as BlockHashes
 from kv_core.checksum import Buffer
 from kv_core.errors import KVError
+from kv_core.hash_chain import PACKED_BYTES, chain_blocks, plain_chain_blocks, split_blocks, unpack
 from kv_core.namespace import Namespace
 
 Tokens = Buffer | Sequence[int]
@@ -41,21 +41,12 @@ Tokens = Buffer | Sequence[int]
 TOKEN_BYTES: Final = 4
 TOKEN_DIGEST_BYTES: Final = 32
 
-_BLOCKS_A_SPLIT: Final = 64
-
 
 class InvalidTokensError(KVError):
     """Tokens or extras that cannot be hashed."""
 
     code = 1060
     template = "invalid tokens: {reason}"
-
-
-class BlockHash(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The two names of one block: `sequence` (16 bytes, big-endian) and `check` (32 bits)."""
-
-    sequence: bytes
-    check: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +73,11 @@ def hash_tokens(namespace: Namespace, tokens: Tokens, extras: Sequence[Extra] = 
     return extend(namespace, None, 0, tokens, extras)
 
 
+def hash_packed(namespace: Namespace, tokens: Tokens, extras: Sequence[Extra] = ()) -> BlockHashes:
+    """`hash_tokens` as one packed value: several times as fast, for whoever needs the names and not an object each."""
+    return extend_packed(namespace, None, 0, tokens, extras)
+
+
 def extend(
     namespace: Namespace,
     parent: BlockHash | None,
@@ -96,8 +92,41 @@ def extend(
         start: position of `tokens[0]` in the sequence, a multiple of the block size.
         extras: with positions in the sequence, not in `tokens`.
     """
-    sequences, checks = extend_columns(namespace, parent, start, tokens, extras)
-    return list(map(BlockHash, sequences, checks))
+    return list(starmap(BlockHash, unpack(extend_packed(namespace, parent, start, tokens, extras).packed)))
+
+
+def extend_packed(
+    namespace: Namespace,
+    parent: BlockHash | None,
+    start: int,
+    tokens: Tokens,
+    extras: Sequence[Extra] = (),
+) -> BlockHashes:
+    """`extend` as one packed value."""
+    block_size = namespace.block_size
+    if start % block_size or (start == 0) != (parent is None):
+        raise InvalidTokensError(reason=f"position {start} does not follow a full block of {block_size}")
+    raw = token_bytes(tokens)
+    if start + len(raw) // TOKEN_BYTES > limits.MAX_TOKENS_PER_REQUEST:
+        raise InvalidTokensError(reason=f"more than {limits.MAX_TOKENS_PER_REQUEST} tokens")
+    names = (namespace.digest, namespace.check_seed) if parent is None else (parent.sequence, parent.check)
+    nbytes = block_size * TOKEN_BYTES
+    num_blocks = len(raw) // nbytes
+    suffixes = _suffixes(extras, start, num_blocks, block_size)
+    if not suffixes:
+        return BlockHashes(chain_blocks(raw, nbytes, *names))
+    # Runs of plain blocks, and between them the blocks with extras, one by one.
+    packed: list[bytes] = []
+    done = 0
+    for i in [*sorted(suffixes), num_blocks]:
+        packed.append(chain_blocks(raw[done * nbytes : i * nbytes], nbytes, *names))
+        names = _last(packed[-1], names)
+        if i < num_blocks:
+            text = raw[i * nbytes : (i + 1) * nbytes] + suffixes[i]
+            packed.append(plain_chain_blocks(text, len(text), *names))
+            names = _last(packed[-1], names)
+        done = i + 1
+    return BlockHashes(b"".join(packed))
 
 
 def extend_columns(
@@ -107,21 +136,9 @@ def extend_columns(
     tokens: Tokens,
     extras: Sequence[Extra] = (),
 ) -> tuple[list[bytes], list[int]]:
-    """`extend` as two columns (sequence hashes, check hashes), for callers that need speed more than objects."""
-    block_size = namespace.block_size
-    if start % block_size or (start == 0) != (parent is None):
-        raise InvalidTokensError(reason=f"position {start} does not follow a full block of {block_size}")
-    raw = token_bytes(tokens)
-    if start + len(raw) // TOKEN_BYTES > limits.MAX_TOKENS_PER_REQUEST:
-        raise InvalidTokensError(reason=f"more than {limits.MAX_TOKENS_PER_REQUEST} tokens")
-    pieces = _pieces(raw, block_size * TOKEN_BYTES)
-    for i, suffix in _suffixes(extras, start, len(pieces), block_size).items():
-        pieces[i] += suffix
-    sequence, check = (namespace.digest, namespace.check_seed) if parent is None else (parent.sequence, parent.check)
-    digest = xxhash.xxh3_128_digest
-    sequences = [sequence := digest(sequence + piece) for piece in pieces]
-    checks = [check := iscsi(piece, check) for piece in pieces]
-    return sequences, checks
+    """`extend` as two columns (sequence hashes, check hashes)."""
+    names = list(unpack(extend_packed(namespace, parent, start, tokens, extras).packed))
+    return [sequence for sequence, _ in names], [check for _, check in names]
 
 
 def local_hashes(block_size: int, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[int]:
@@ -130,7 +147,7 @@ def local_hashes(block_size: int, tokens: Tokens, extras: Sequence[Extra] = ()) 
     It names content, not a place in a sequence: two blocks with equal local hashes have different KV unless everything
     before them is equal too. For matching against engines' own indexes and for statistics, never for a hit.
     """
-    pieces = _pieces(token_bytes(tokens), block_size * TOKEN_BYTES)
+    pieces = split_blocks(token_bytes(tokens), block_size * TOKEN_BYTES)
     for i, suffix in _suffixes(extras, 0, len(pieces), block_size).items():
         pieces[i] += suffix
     return [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
@@ -236,19 +253,9 @@ def _integers(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-@lru_cache(maxsize=64)
-def _splitter(block_nbytes: int) -> struct.Struct:
-    return struct.Struct(f"{block_nbytes}s" * _BLOCKS_A_SPLIT)
-
-
-def _pieces(raw: bytes, block_nbytes: int) -> list[bytes]:
-    """The full blocks of `raw`; cutting many at once in C takes a fifth of the time that slicing takes."""
-    split = _splitter(block_nbytes)
-    cut = len(raw) - len(raw) % split.size
-    pieces = list(chain.from_iterable(split.iter_unpack(memoryview(raw)[:cut])))
-    ends = range(cut + block_nbytes, len(raw) + 1, block_nbytes)
-    pieces += [raw[end - block_nbytes : end] for end in ends]
-    return pieces
+def _last(packed: bytes, before: tuple[bytes, int]) -> tuple[bytes, int]:
+    """The names of the last block; those `before` when there is none."""
+    return next(unpack(packed[-PACKED_BYTES:])) if packed else before
 
 
 def _extra_order(extra: Extra) -> tuple[int, bytes]:
