@@ -1,6 +1,7 @@
 """A naive twin of a replica: it keeps every update there ever was with the true past of its writer, and folds those
 that a replica has applied, in the simplest way that can be written down."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kv_consistency.update import (
@@ -10,7 +11,9 @@ from kv_consistency.update import (
     HolderCleared,
     NamespaceRef,
     OwnerEpoch,
+    RaiseCount,
     ScopesRaised,
+    ScopesRestored,
     Tier,
     Update,
     unpack_hashes,
@@ -18,6 +21,7 @@ from kv_consistency.update import (
 from kv_consistency.version_vector import Dot, Origin
 from kv_core.ids import RequestId
 
+Rows = Iterable[RaiseCount]
 Claim = tuple[Origin, bytes, Tier, bytes, bytes, int]
 
 
@@ -42,20 +46,33 @@ class Truth:
                 return False
         return True
 
-    def purges(self, namespace: NamespaceRef, dots: frozenset[Dot]) -> set[tuple[Dot, bytes]]:
-        """The purges of a namespace among `dots`."""
+    def purges(self, namespace: NamespaceRef, dots: Iterable[Dot], kept: Rows = ()) -> set[tuple[Dot, bytes]]:
+        """The purges of a namespace that `dots` made or restored, and those among `kept`."""
         scopes = {namespace.digest, *namespace.scopes}
-        return {
-            (dot, scope)
-            for dot in dots
-            for op in self.updates[dot].ops
-            if isinstance(op, ScopesRaised)
-            for scope in op.scopes
-            if scope in scopes
-        }
+        found: set[tuple[Dot, bytes]] = set()
+        rows = list(kept)
+        for dot in dots:
+            for op in self.updates[dot].ops:
+                if isinstance(op, ScopesRaised):
+                    found |= {(dot, scope) for scope in op.scopes if scope in scopes}
+                elif isinstance(op, ScopesRestored):
+                    rows += op.rows
+        for row in rows:
+            if row.scope in scopes:
+                found |= {(dot, row.scope) for dot in self.raised_by(row.origin, row.scope) if dot.n <= row.last}
+        return found
 
-    def claims(self, applied: frozenset[Dot], over: frozenset[Origin]) -> set[Claim]:
-        """Readable claims: each holder's own log folded, without what did not follow every purge."""
+    def raised_by(self, origin: Origin, scope: bytes) -> list[Dot]:
+        """Every purge of a scope that an origin ever made."""
+        return [
+            dot
+            for dot, update in self.updates.items()
+            if dot.origin == origin and any(isinstance(op, ScopesRaised) and scope in op.scopes for op in update.ops)
+        ]
+
+    def claims(self, applied: frozenset[Dot], over: frozenset[Origin], kept: Rows = ()) -> set[Claim]:
+        """Readable claims: each holder's own log folded, without what did not follow every purge. `kept`: purges that
+        came from a disk."""
         table: dict[tuple[Origin, bytes, Tier, bytes, bytes], tuple[int, Dot, NamespaceRef]] = {}
         for dot in sorted(applied):
             if dot.origin in over:
@@ -74,11 +91,11 @@ class Truth:
         return {
             (*key, position)
             for key, (position, dot, namespace) in table.items()
-            if self.purges(namespace, applied) <= self.purges(namespace, self.past[dot])
+            if self.purges(namespace, applied, kept) <= self.purges(namespace, self.past[dot])
         }
 
     def entries(
-        self, applied: frozenset[Dot], over: frozenset[Origin]
+        self, applied: frozenset[Dot], over: frozenset[Origin], kept: Rows = ()
     ) -> dict[RequestId, tuple[int, int, Dot, OwnerEpoch]]:
         """Entries that are not over and not purged, as (length, checksum, dot, epoch): the greatest write wins."""
         best: dict[RequestId, tuple[tuple[object, ...], Dot, EntryWritten]] = {}
@@ -106,6 +123,7 @@ class Truth:
             if not op.ended
             and op.epoch.owner not in over
             and (
-                op.namespace is None or self.purges(op.namespace, applied) <= self.purges(op.namespace, self.past[dot])
+                op.namespace is None
+                or self.purges(op.namespace, applied, kept) <= self.purges(op.namespace, self.past[dot])
             )
         }

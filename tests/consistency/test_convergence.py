@@ -4,6 +4,8 @@ After every step each replica's state equals the twin's fold of exactly the upda
 and what it applied is closed under dependencies. When faults stop, all replicas are equal.
 """
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ from kv_consistency.events import (
     LocalStore,
 )
 from kv_consistency.replica import ReplicaConfig
-from kv_consistency.update import Tier
+from kv_consistency.update import RaiseCount, ScopesRestored, Tier
 from kv_consistency.version_vector import Dot, Origin
 from kv_core.ids import NodeId, RequestId
 from tests.consistency.helpers_consistency import (
@@ -69,6 +71,8 @@ class Run:
         self.lives: set[Origin] = set()
         self.over: set[Origin] = set()
         self.ended_by: dict[str, set[Origin]] = {}
+        self.kept: dict[NodeId, tuple[RaiseCount, ...]] = {}
+        """The purges on the disk of each node that died."""
         self.cluster = Cluster(*NAMES[:3], config=config)
         self.births = {name: 2 if name in NAMES[:3] else 1 for name in NAMES}
         self.lives |= {member.manager.origin for member in self.cluster.members.values()}
@@ -101,11 +105,13 @@ class Run:
                 cluster.skew[name] = (x % 400 - 200) * MS
             case "kill" if len(names) > 2:
                 self.over.add(cluster.members[name].manager.origin)
-                cluster.kill(name)
+                self.kept[name] = cluster.kill(name).manager.raises()
             case "start" if len(names) < len(NAMES):
                 absent = [absent for absent in NAMES if absent not in names]
                 newcomer = absent[x % len(absent)]
-                cluster.start(newcomer, self.births[newcomer])
+                kept = self.kept.get(NodeId(newcomer), ()) if y % 2 else ()
+                config = replace(cluster.config, raises=kept)
+                cluster.start(newcomer, self.births[newcomer], config=config)
                 self.births[newcomer] += 1
                 self.lives.add(cluster.members[NodeId(newcomer)].manager.origin)
             case _:
@@ -119,6 +125,7 @@ class Run:
             return
         member = self.cluster.members[name]
         past = self.applied(member)
+        self.record_restored()
         was = readable_state(member)
         try:
             effects = self.cluster.step(name, event)
@@ -161,13 +168,28 @@ class Run:
         for effect in effects:
             if isinstance(effect, BroadcastUpdates):
                 for update in effect.batch.updates:
-                    self.truth.issued(Dot(effect.batch.origin, update.n), update, past)
+                    dot = Dot(effect.batch.origin, update.n)
+                    self.truth.issued(dot, update, past)
+                    past |= {dot}
                     for op in update.ops:
                         if getattr(op, "ended", False):
                             # A request id is not used again; lives that begin later do not know that it was.
                             self.ended_by.setdefault(op.request_id, set(self.lives))  # type: ignore[union-attr]
 
+    def record_restored(self) -> None:
+        """What replicas publish by themselves, which is purges from a disk."""
+        for member in self.cluster.members.values():
+            for effect in member.given:
+                if isinstance(effect, BroadcastUpdates):
+                    for update in effect.batch.updates:
+                        dot = Dot(effect.batch.origin, update.n)
+                        if dot not in self.truth.updates:
+                            assert all(isinstance(op, ScopesRestored) for op in update.ops)
+                            self.truth.issued(dot, update, frozenset())
+            member.given.clear()
+
     def check(self) -> None:
+        self.record_restored()
         self.cluster.check()
         for member in self.cluster.members.values():
             self.check_member(member)
@@ -184,13 +206,14 @@ class Run:
             and (row.home.epoch.owner is None or not replica.state.lives.is_over(row.home.epoch.owner))
             and not replica.state.purged(row.home.namespace, row.purges)
         }
-        assert entries == self.truth.entries(applied, over)
+        kept = replica.state.scopes.unpublished()
+        assert entries == self.truth.entries(applied, over, kept)
         replaying = {
             origin for origin, upto in replica.state.replayed.items() if upto > replica.state.buffer.applied(origin)
         }
         if replica.session is None and not replaying:
             claims = {(holder, *key, name, position) for holder, key, name, position, _ in replica.state.claims.rows()}
-            assert claims == self.truth.claims(applied, over)
+            assert claims == self.truth.claims(applied, over, kept)
 
     def settle(self) -> None:
         for _ in range(40):
@@ -207,6 +230,7 @@ class Run:
             assert member.manager._replica.session is None
             assert member.manager._replica.state.buffer.parked == 0
             assert not any(member.manager.lag().values())
+            assert not member.manager._replica.state.scopes.unpublished()
 
 
 SMALL_LOGS = ReplicaConfig(

@@ -34,6 +34,7 @@ _LENGTH_SHIFT: Final = _STAMP_BITS
 _PURGES_SHIFT: Final = _LENGTH_SHIFT + _LENGTH_BITS
 _ENDED: Final = 1 << (_PURGES_SHIFT + _PURGES_BITS)
 _HOMES_MAX: Final = 1 << 16
+_FIRST: Final = RequestId("")
 
 
 class Home(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
@@ -185,11 +186,10 @@ class EntryTable:
         """Entries of one shard."""
         return len(self._shards[shard])
 
-    def rows(self, shard: int, have: VersionVector) -> tuple[EntryRow, ...]:
-        """The entries of one shard whose writes `have` does not cover, in order of request."""
-        out = []
+    def rows(self, shard: int, have: VersionVector, after: RequestId = _FIRST) -> Iterator[EntryRow]:
+        """The entries of one shard whose writes `have` does not cover, in order of request, behind `after`."""
         for request_id, row in sorted(self._shards[shard].items()):
-            if not have.covers(row.dot):
+            if request_id > after and not have.covers(row.dot):
                 stamp, home = row.stamp, row.home
                 op = EntryWritten(
                     request_id,
@@ -202,8 +202,7 @@ class EntryTable:
                     row.purges,
                     row.ended,
                 )
-                out.append(EntryRow(row.dot, stamp.wall_ns, stamp.logical, op))
-        return tuple(out)
+                yield EntryRow(row.dot, stamp.wall_ns, stamp.logical, op)
 
     def __iter__(self) -> Iterator[tuple[RequestId, Row]]:
         for shard in self._shards:

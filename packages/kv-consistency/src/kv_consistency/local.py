@@ -39,6 +39,7 @@ from kv_consistency.update import (
     Operation,
     OwnerEpoch,
     ScopesRaised,
+    ScopesRestored,
     Update,
     estimated_nbytes,
 )
@@ -92,6 +93,9 @@ def on_raise(replica: Replica, event: LocalRaise) -> list[Effect]:
     _require_ready(replica)
     if not all(8 <= len(scope) <= 16 for scope in event.scopes) or not event.scopes:
         raise InvalidUpdateError(what="scopes", reason="a scope has 8 to 16 bytes, and one is needed")
+    known = replica.state.scopes.size
+    if known + len(event.scopes) > limits.MAX_RAISES:
+        raise LimitReachedError(what="purges", have=known, limit=limits.MAX_RAISES)
     return publish(replica, event.at, (ScopesRaised(event.scopes),), event.after)
 
 
@@ -162,6 +166,11 @@ def on_end(replica: Replica, event: LocalEnd) -> list[Effect]:
     return publish(replica, event.at, (op,), NOTHING, row)
 
 
+def restore_raises(replica: Replica, at: Instant) -> list[Effect]:
+    """Publish purges that came from a disk and that no update brought; others may otherwise never learn of them."""
+    return publish(replica, at, ()) if replica.state.scopes.unpublished() else []
+
+
 def publish(
     replica: Replica,
     at: Instant,
@@ -169,8 +178,9 @@ def publish(
     after: CausalToken = NOTHING,
     row: Row | None = None,
 ) -> list[Effect]:
-    """Make an update of `ops`, apply it here, and have it published."""
-    if not 0 < len(ops) <= limits.MAX_OPS_PER_UPDATE:
+    """Make an update of `ops`, apply it here, and have it published; purges that must go before it go before it."""
+    restored = replica.state.scopes.unpublished()
+    if len(ops) > limits.MAX_OPS_PER_UPDATE or not (ops or restored):
         raise InvalidUpdateError(what="update", reason=f"{len(ops)} operations")
     if after:
         replica.require(after)
@@ -180,33 +190,36 @@ def publish(
     for dot in dots:
         if dot.origin != origin and not state.buffer.retired(dot.origin):
             needs[dot.origin] = max(dot.n, needs.get(dot.origin, 0))
-    deps = tuple(Dot(needed, n) for needed, n in sorted(needs.items()))
+    deps = tuple(Dot(writer, last) for writer, last in sorted(needs.items()))
     out: list[Effect] = []
-    stamp = replica.tick(at, out)
-    updates: list[Update] = []
-    n = state.buffer.applied(origin)
+    lead: list[tuple[tuple[Operation, ...], tuple[Dot, ...]]] = [
+        ((ScopesRestored(tuple(restored[i : i + limits.MAX_OPS_PER_UPDATE])),), ())
+        for i in range(0, len(restored), limits.MAX_OPS_PER_UPDATE)
+    ]
     while len(deps) > limits.MAX_DEPENDENCIES:
         # More purges by others since our last update than one update can name: empty ones go before it.
-        n += 1
-        updates.append(Update(n, stamp.wall_ns, stamp.logical, (), deps[: limits.MAX_DEPENDENCIES]))
+        lead.append(((), deps[: limits.MAX_DEPENDENCIES]))
         deps = deps[limits.MAX_DEPENDENCIES :]
+    updates: list[Update] = []
+    n = state.buffer.applied(origin)
+    for part, needed in (*lead, (ops, deps)):
+        n += 1
         stamp = replica.tick(at, out)
-    n += 1
-    update = Update(n, stamp.wall_ns, stamp.logical, ops, deps)
+        updates.append(Update(n, stamp.wall_ns, stamp.logical, part, needed))
+    update = updates[-1]
     if n > limits.MAX_DOT:
         raise LimitReachedError(what="updates of one life", have=n, limit=limits.MAX_DOT)
     if estimated_nbytes(update) > limits.MAX_UPDATE_BYTES:
         raise LimitReachedError(
             what="bytes of one update", have=estimated_nbytes(update), limit=limits.MAX_UPDATE_BYTES
         )
-    updates.append(update)
     state.owed.clear()
     for own in updates:
         state.buffer.issue(origin, own.n)
     changes = Changes(at.now_ns)
     state.apply([(origin, updates)], changes)
     replica.unannounced = True
-    out.insert(0, Issued(Dot(origin, n), stamp))
+    out.insert(0, Issued(Dot(origin, n), update.stamp(origin.node)))
     out.append(BroadcastUpdates(UpdateBatch(origin, n, tuple(updates))))
     replica.want_bound(at.wall_ns, out)
     replica.settle(changes, out)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from kv_consistency import local, remote
 from kv_consistency.effects import Effect, Issued
 from kv_consistency.events import (
@@ -33,9 +35,8 @@ from kv_consistency.events import (
     WaitFor,
 )
 from kv_consistency.hlc import ClockStats, HybridLogicalClock, Timestamp
-from kv_consistency.messages import RaiseCount
 from kv_consistency.replica import DEFAULT_CONFIG, Replica, ReplicaConfig
-from kv_consistency.update import NamespaceRef, OwnerEpoch, Tier
+from kv_consistency.update import NamespaceRef, OwnerEpoch, RaiseCount, Tier
 from kv_consistency.version_vector import CausalToken, Dot, Origin, VersionVector
 from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
@@ -374,8 +375,8 @@ class KvCacheConsistencyManager:
         return self._replica.state.scopes.purges(namespace)
 
     def raises(self) -> tuple[RaiseCount, ...]:
-        """Every purge applied here; persisted with blocks that outlive a restart, given back in `ReplicaConfig`."""
-        return tuple(self._replica.state.scopes.rows())
+        """Every purge known here; persisted with blocks that outlive a restart, given back in `ReplicaConfig`."""
+        return tuple(msgspec.structs.replace(row, via=None) for row in self._replica.state.scopes.rows())
 
     def vector(self) -> VersionVector:
         """What is applied here."""

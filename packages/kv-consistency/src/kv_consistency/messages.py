@@ -15,7 +15,7 @@ from kv_consistency.update import (
     Count,
     EntryWritten,
     NamespaceRef,
-    Scope,
+    RaiseCount,
     Shape,
     Tier,
     Update,
@@ -103,15 +103,6 @@ class SyncRequest(Message, frozen=True, tag="consistency.sync_request"):
     cursor: Cursor = b""
 
 
-class RaiseCount(_Struct, frozen=True):
-    """How often one origin raised one scope, and the dot with which it last did."""
-
-    scope: Scope
-    origin: Origin
-    count: Count
-    last: Count
-
-
 class EntryRow(_Struct, frozen=True):
     """The winning write of one request, with its dot and stamp."""
 
@@ -153,7 +144,7 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
             requester has, each with the dot at which the pages begin.
         floors: on the first page: nodes whose lives below that incarnation are over and forgotten.
         over: on the first page: lives that are over and not forgotten yet.
-        ready: False: the sender is new itself and has nothing to give.
+        ready: False: the sender is new itself; all it has to give is `raises`, the purges that outlived its restart.
     """
 
     session: Count

@@ -1,6 +1,6 @@
 """What peers and membership say, and what time does."""
 
-from kv_consistency import anti_entropy, limits, sync
+from kv_consistency import anti_entropy, limits, local, sync
 from kv_consistency.effects import BroadcastUpdates, Effect, ReportClock, ReportResync, SendTo
 from kv_consistency.errors import (
     ClockBoundReachedError,
@@ -147,6 +147,8 @@ def on_tick(replica: Replica, event: Tick) -> list[Effect]:
         replica.next_upkeep_ns = now + _UPKEEP_INTERVAL_NS
         _upkeep(replica, changes)
     replica.settle(changes, out)
+    if replica.ready and now >= replica.restore_at_ns:
+        out += _restore_raises(replica, at)
     return out
 
 
@@ -255,6 +257,16 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
     if session.target is not None:
         return
     if not page.ready:
+        changes = Changes(event.at.now_ns)
+        replica.state.restore_raises(page.raises, changes)
+        if not replica.config.raises:
+            # Whoever has them on disk publishes them; who only heard of them comes later, and seldom has to.
+            replica.restore_at_ns = event.at.now_ns + _UPKEEP_INTERVAL_NS
+        replica.settle(changes, out)
+        if page.cursor:
+            session.go_on(page.cursor, event.at.now_ns + replica.config.reply_timeout_ns)
+            out.append(SendTo(event.peer, session.request()))
+            return
         replica.session = None
         replica.new_peers.add(event.peer)
         if replica.new_peers.issuperset(replica.anti_entropy.peers()):
@@ -274,7 +286,7 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
         replica.settle(changes, out)  # the peer says that it is over itself
         return
     session.take(page, replica.state, changes)
-    session.deadline_ns = event.at.now_ns + replica.config.reply_timeout_ns
+    session.go_on(page.cursor, event.at.now_ns + replica.config.reply_timeout_ns)
     for reach in page.vector:
         lately = reach.origin
         if lately.node != replica.origin.node or lately.incarnation < replica.origin.incarnation:
@@ -329,6 +341,13 @@ def _meet(replica: Replica, origin: Origin, changes: Changes, out: list[Effect])
     former = replica.state.lives.seen(origin, changes.now_ns)
     if former is not None:
         _end_life(replica, former, changes, out, None)
+
+
+def _restore_raises(replica: Replica, at: Instant) -> list[Effect]:
+    try:
+        return local.restore_raises(replica, at)
+    except ClockBoundReachedError:
+        return []  # a bound was asked for by this tick; the next one will do
 
 
 def _bury(replica: Replica, origin: Origin, at: Instant, changes: Changes, out: list[Effect]) -> None:

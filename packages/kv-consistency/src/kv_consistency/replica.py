@@ -36,10 +36,9 @@ from kv_consistency.errors import (
 )
 from kv_consistency.events import Instant, WaitFor
 from kv_consistency.hlc import HybridLogicalClock, Timestamp
-from kv_consistency.messages import RaiseCount
 from kv_consistency.state import Changes, State
 from kv_consistency.sync import Session
-from kv_consistency.update import OwnerEpoch
+from kv_consistency.update import OwnerEpoch, RaiseCount
 from kv_consistency.version_vector import CausalToken, Origin
 from kv_consistency.waiters import Waiters
 from kv_core.ids import Incarnation, NodeId, RequestId
@@ -54,7 +53,7 @@ class ReplicaConfig:
         clock_horizon_ns: how far ahead the bound is persisted (`limits.CLOCK_HORIZON_NS`); None: stamps are not
             bounded, and a restart may issue stamps below those of the former life.
         raises: purges that the former life persisted (`KvCacheConsistencyManager.raises`), for nodes whose blocks
-            outlive a restart.
+            outlive a restart. What no peer knows of them any more is published again.
     """
 
     offset_max_ns: int = limits.OFFSET_MAX_NS
@@ -105,6 +104,7 @@ class Replica:
         self.orphan_shard: int | None = None
         self.next_digest_ns = 0
         self.next_upkeep_ns = 0
+        self.restore_at_ns = 0
         self.unannounced = False
 
     def find_alone(self) -> None:

@@ -5,29 +5,52 @@ dependencies, so whoever applies the write has applied at least those; equal cou
 purges, and a smaller one means that some purge was concurrent with the write or came after it: unreadable. A purge so
 beats every store that did not follow it, also when several purges are concurrent.
 
-S1: a purge counts once, however often it arrives, by update or by synchronisation. S2: counts only grow.
-S3: a namespace's count is the sum over its digest and its scopes.
+Purges that a node kept over a restart count at once, but no update that others can fetch may vouch for them: when the
+whole cluster restarted, the updates are gone. They are *unpublished* until an update is applied that made or restored
+them (`ScopesRestored`), their own node's or another's.
+
+S1: a purge counts once, however often it arrives, by update, by synchronisation or from a disk. S2: counts only grow.
+S3: a namespace's count is the sum over its digest and its scopes. S4: what is unpublished is nowhere published as far.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kv_consistency import limits
 from kv_consistency.errors import LimitReachedError
-from kv_consistency.messages import RaiseCount
-from kv_consistency.update import NamespaceRef
-from kv_consistency.version_vector import Origin
+from kv_consistency.update import NamespaceRef, RaiseCount
+from kv_consistency.version_vector import Dot, Origin
+
+
+class _Raised(NamedTuple):
+    times: int
+    last: int
+    via: Dot | None = None
+
+    def further(self, other: "_Raised") -> bool:
+        """Whether it says more than `other`, or the same by an update that comes first: the same choice everywhere."""
+        if self.last != other.last:
+            return self.last > other.last
+        return other.via is not None and (self.via is None or self.via < other.via)
+
+
+_NEVER = _Raised(0, 0)
+_Table = dict[bytes, dict[Origin, _Raised]]
 
 
 class ScopeTable:
-    """The purges that a replica has applied."""
+    """The purges that a replica has applied, and those it restored."""
 
-    __slots__ = ("_by_scope", "_counts", "_raises")
+    __slots__ = ("_by_scope", "_counts", "_published", "_unpublished", "size")
 
     def __init__(self, rows: Iterable[RaiseCount] = ()) -> None:
-        self._raises: dict[bytes, dict[Origin, tuple[int, int]]] = {}
+        self._published: _Table = {}
+        self._unpublished: _Table = {}
         self._counts: dict[NamespaceRef, int] = {}
         self._by_scope: dict[bytes, list[NamespaceRef]] = {}
-        self.merge(rows)
+        self.size = 0
+        """Pairs of a scope and an origin that are published."""
+        self.restore(rows)
 
     def purges(self, namespace: NamespaceRef) -> int:
         """How many purges of it were applied; the namespace is followed from now on.
@@ -39,10 +62,9 @@ class ScopeTable:
         if count is None:
             if len(self._counts) >= limits.MAX_NAMESPACES:
                 raise LimitReachedError(what="namespaces", have=len(self._counts), limit=limits.MAX_NAMESPACES)
-            scopes = dict.fromkeys((namespace.digest, *namespace.scopes))
-            count = sum(n for scope in scopes for n, _ in self._raises.get(scope, {}).values())
+            count = self._sum(namespace)
             self._counts[namespace] = count
-            for scope in scopes:
+            for scope in dict.fromkeys((namespace.digest, *namespace.scopes)):
                 self._by_scope.setdefault(scope, []).append(namespace)
         return count
 
@@ -50,40 +72,96 @@ class ScopeTable:
         """Apply the purge with dot `(origin, n)`; returns the followed namespaces it touches with their new counts."""
         touched: dict[NamespaceRef, int] = {}
         for scope in dict.fromkeys(scopes):
-            count, last = self._raises.get(scope, {}).get(origin, (0, 0))
+            count, last, _ = self._published.get(scope, {}).get(origin, _NEVER)
             if n > last:
-                touched |= self._set(scope, origin, count + 1, n)
+                touched |= self._publish(scope, origin, _Raised(count + 1, n))
+            elif n == last:
+                self._publish(scope, origin, _Raised(count, n))
         return touched
 
     def merge(self, rows: Iterable[RaiseCount]) -> dict[NamespaceRef, int]:
         """Take what another replica has applied; returns what changed, as `raise_`."""
         touched: dict[NamespaceRef, int] = {}
         for row in rows:
-            _, last = self._raises.get(row.scope, {}).get(row.origin, (0, 0))
-            if row.last > last:
-                touched |= self._set(row.scope, row.origin, row.count, row.last)
+            touched |= self._publish(row.scope, row.origin, _Raised(row.count, row.last, row.via))
         return touched
+
+    def restore(self, rows: Iterable[RaiseCount]) -> dict[NamespaceRef, int]:
+        """Take what a disk kept, this node's or a new peer's; returns what changed, as `raise_`."""
+        touched: dict[NamespaceRef, int] = {}
+        for row in rows:
+            before = self._effective(row.scope, row.origin)
+            if row.last > before.last:
+                self._unpublished.setdefault(row.scope, {})[row.origin] = _Raised(row.count, row.last)
+                touched |= self._recount(row.scope, row.count - before.times)
+        return touched
+
+    def news(self, rows: Iterable[RaiseCount]) -> list[RaiseCount]:
+        """Those of `rows` that nothing published here says yet."""
+        return [row for row in rows if row.last > self._published.get(row.scope, {}).get(row.origin, _NEVER).last]
+
+    def published(self) -> list[RaiseCount]:
+        """Everything that applied updates made or restored, in order of scope and origin."""
+        return _rows(self._published)
+
+    def unpublished(self) -> list[RaiseCount]:
+        """Everything that counts here and that no applied update vouches for, in the same order."""
+        return _rows(self._unpublished)
 
     def rows(self) -> list[RaiseCount]:
-        """Everything applied, in order of scope and origin."""
-        return [
-            RaiseCount(scope, origin, count, last)
-            for scope, by_origin in sorted(self._raises.items())
-            for origin, (count, last) in sorted(by_origin.items())
-        ]
+        """Everything that counts here, in the same order."""
+        scopes = self._published.keys() | self._unpublished.keys()
+        return _rows({s: {**self._published.get(s, {}), **self._unpublished.get(s, {})} for s in scopes})
 
     def check(self) -> None:
-        """Assert S3."""
+        """Assert S3 and S4."""
         for namespace, count in self._counts.items():
-            scopes = {namespace.digest, *namespace.scopes}
-            assert count == sum(n for scope in scopes for n, _ in self._raises.get(scope, {}).values())
+            assert count == self._sum(namespace)
+        assert self.size == sum(map(len, self._published.values()))
+        for scope, by_origin in self._unpublished.items():
+            assert by_origin
+            for origin, raised in by_origin.items():
+                assert raised.last > self._published.get(scope, {}).get(origin, _NEVER).last
 
-    def _set(self, scope: bytes, origin: Origin, count: int, last: int) -> dict[NamespaceRef, int]:
-        by_origin = self._raises.setdefault(scope, {})
-        grown = count - by_origin.get(origin, (0, 0))[0]
-        by_origin[origin] = (count, last)
+    def _publish(self, scope: bytes, origin: Origin, raised: _Raised) -> dict[NamespaceRef, int]:
+        before = self._effective(scope, origin)
+        by_origin = self._published.setdefault(scope, {})
+        known = by_origin.get(origin)
+        if known is not None and not raised.further(known):
+            return {}
+        if known is None:
+            self.size += 1
+        by_origin[origin] = raised
+        waiting = self._unpublished.get(scope, {})
+        if origin in waiting and waiting[origin].last <= raised.last:
+            del waiting[origin]
+            if not waiting:
+                del self._unpublished[scope]
+        return self._recount(scope, self._effective(scope, origin).times - before.times)
+
+    def _recount(self, scope: bytes, grown: int) -> dict[NamespaceRef, int]:
         touched: dict[NamespaceRef, int] = {}
-        for namespace in self._by_scope.get(scope, ()):
-            self._counts[namespace] += grown
-            touched[namespace] = self._counts[namespace]
+        if grown:
+            for namespace in self._by_scope.get(scope, ()):
+                self._counts[namespace] += grown
+                touched[namespace] = self._counts[namespace]
         return touched
+
+    def _effective(self, scope: bytes, origin: Origin) -> _Raised:
+        waiting = self._unpublished.get(scope, {}).get(origin)
+        return self._published.get(scope, {}).get(origin, _NEVER) if waiting is None else waiting
+
+    def _sum(self, namespace: NamespaceRef) -> int:
+        total = 0
+        for scope in {namespace.digest, *namespace.scopes}:
+            origins = self._published.get(scope, {}).keys() | self._unpublished.get(scope, {}).keys()
+            total += sum(self._effective(scope, origin).times for origin in origins)
+        return total
+
+
+def _rows(table: _Table) -> list[RaiseCount]:
+    return [
+        RaiseCount(scope, origin, *raised)
+        for scope, by_origin in sorted(table.items())
+        for origin, raised in sorted(by_origin.items())
+    ]

@@ -7,6 +7,8 @@ R1: two states that applied the same updates and know the same lives to be over 
 
 from collections.abc import Iterable
 
+import msgspec
+
 from kv_consistency import limits
 from kv_consistency.causal_buffer import CausalBuffer, Delivery
 from kv_consistency.claims import ClaimTable
@@ -14,7 +16,7 @@ from kv_consistency.effects import ClaimChange, EndCause, RequestEnded, RequestF
 from kv_consistency.entries import EntryTable, Outcome
 from kv_consistency.errors import LimitReachedError
 from kv_consistency.lives import Lives
-from kv_consistency.messages import ClaimPage, EntryRow, RaiseCount
+from kv_consistency.messages import ClaimPage, EntryRow
 from kv_consistency.scopes import ScopeTable
 from kv_consistency.update import (
     BlocksRemoved,
@@ -22,6 +24,8 @@ from kv_consistency.update import (
     EntryWritten,
     HolderCleared,
     NamespaceRef,
+    RaiseCount,
+    ScopesRaised,
 )
 from kv_consistency.update_log import UpdateLog
 from kv_consistency.version_vector import Dot, Origin
@@ -105,7 +109,12 @@ class State:
                     else:
                         if origin != self.origin:
                             self.owed[origin] = n
-                        self._purged(scopes.raise_(origin, n, op.scopes), changes)
+                        if isinstance(op, ScopesRaised):
+                            touched = scopes.raise_(origin, n, op.scopes)
+                        else:
+                            via = Dot(origin, n)
+                            touched = scopes.merge(msgspec.structs.replace(row, via=via) for row in op.rows)
+                        self._purged(touched, changes)
 
     def write_entry(self, dot: Dot, wall_ns: int, logical: int, op: EntryWritten, changes: Changes) -> None:
         """Apply one write of an entry."""
@@ -131,11 +140,15 @@ class State:
     def take_raises(self, rows: Iterable[RaiseCount], changes: Changes) -> None:
         """Apply the purges of a snapshot."""
         rows = tuple(rows)
-        known = {(row.scope, row.origin): row.last for row in self.scopes.rows()}
-        for row in rows:
-            if row.origin != self.origin and row.last > known.get((row.scope, row.origin), 0):
-                self.owed[row.origin] = max(row.last, self.owed.get(row.origin, 0))
+        for row in self.scopes.news(rows):
+            made_by, n = (row.origin, row.last) if row.via is None else (row.via.origin, row.via.n)
+            if made_by != self.origin:
+                self.owed[made_by] = max(n, self.owed.get(made_by, 0))
         self._purged(self.scopes.merge(rows), changes)
+
+    def restore_raises(self, rows: Iterable[RaiseCount], changes: Changes) -> None:
+        """Take purges that a new peer kept over its restart."""
+        self._purged(self.scopes.restore(rows), changes)
 
     def take_claims(self, page: ClaimPage, base: int, changes: Changes) -> int:
         """Write claims of a snapshot that began at dot `base` of their holder; returns the highest dot among them."""

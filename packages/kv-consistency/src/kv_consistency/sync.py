@@ -1,6 +1,7 @@
 """Synchronisation: a replica that is new, or behind further than logs reach, takes the state of a peer.
 
-The one that lacks it pulls pages; whoever serves keeps nothing between them. The pages are not one moment's picture,
+The one that lacks it pulls pages; whoever serves keeps nothing between them. A server that is new itself gives only the
+purges that it kept over its restart. The pages are not one moment's picture,
 because the server goes on; they are made one by keeping, for the origins whose claims are sent (`snapshots`), the dot
 at which the first page was made, and by replaying what came after it over them, each claim against the dot it carries.
 Purges and entries are staged, claims are written as they come (they are hints). At the end everything becomes true in
@@ -13,7 +14,8 @@ logs or another synchronisation make right; its vector never claimed what is not
 """
 
 from dataclasses import dataclass, field
-from typing import Final
+from enum import IntEnum
+from typing import Annotated, Final
 
 import msgspec
 
@@ -22,25 +24,37 @@ from kv_consistency.claims import PAGE_ROW_BYTES, ShelfKey
 from kv_consistency.entries import SHARDS
 from kv_consistency.errors import MalformedUpdateError
 from kv_consistency.hlc import Timestamp
-from kv_consistency.messages import ClaimPage, EntryRow, RaiseCount, SyncPage, SyncRequest
+from kv_consistency.messages import ClaimPage, EntryRow, SyncPage, SyncRequest
 from kv_consistency.state import Changes, State
-from kv_consistency.update import Tier
+from kv_consistency.update import HASH_BYTES, ROW_NBYTES, RaiseCount, Tier
 from kv_consistency.version_vector import Origin, Reach, VersionVector
-from kv_core.ids import NodeId
+from kv_core import limits as core_limits
+from kv_core.ids import NodeId, RequestId
 
 _ROW_BYTES: Final = 96
-_RAISES_PER_PAGE: Final = 4096
+_NODE_BYTES: Final = 24
 
 
-class _Cursor(msgspec.Struct, frozen=True, array_like=True):
-    """Where a page begins. Phases in order: purges, entries by shard, claims by origin, shelf and part."""
+class _Phase(IntEnum):
+    """What a page begins with, in order; `RESTORED` is all that a new server has."""
 
-    phase: int = 0
-    index: int = 0
-    digest: bytes = b""
-    tier: int = 0
-    shape: bytes = b""
-    part: int = -1
+    RESTORED = 0
+    RAISES = 1
+    ENTRIES = 2
+    CLAIMS = 3
+
+
+class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a page begins: at which purge, at which shard of entries after which request, or at which origin, shelf and
+    part of claims."""
+
+    phase: _Phase
+    index: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_RAISES)] = 0
+    after: Annotated[str, msgspec.Meta(max_length=core_limits.MAX_NAME_BYTES)] = ""
+    digest: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
+    tier: Tier = Tier.DEVICE
+    shape: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_SHAPE_BYTES)] = b""
+    part: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
 
 
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
@@ -53,18 +67,29 @@ def make_page(state: State, request: SyncRequest, stamp: Timestamp, bytes_max: i
     Raises:
         MalformedUpdateError: a cursor that is not ours.
     """
-    first = not request.cursor
+    cursor = _cursor_of(request, peer)
     if not ready:
-        return SyncPage(request.session, request.cursor, b"", stamp.wall_ns, stamp.logical, ready=False)
+        at = cursor.index if cursor.phase is _Phase.RESTORED else 0
+        rows = state.scopes.rows()
+        upto = at + max(1, bytes_max // ROW_NBYTES)
+        more = _ENCODE(_Cursor(_Phase.RESTORED, upto)) if upto < len(rows) else b""
+        return SyncPage(
+            request.session,
+            request.cursor,
+            more,
+            stamp.wall_ns,
+            stamp.logical,
+            raises=tuple(rows[at:upto]),
+            ready=False,
+        )
+    first = cursor.phase is _Phase.RESTORED
+    if first:
+        cursor = _Cursor(_Phase.RAISES)
     have = VersionVector.of(request.have)
     snapshots: tuple[Reach, ...] = _choose_snapshots(state, have) if first else ()
     origins = tuple(reach.origin for reach in snapshots) if first else request.snapshots
-    try:
-        cursor = _Cursor() if first else _DECODE(request.cursor)
-        writer = _PageWriter(state, have, origins, bytes_max)
-        cursor_next = writer.fill(cursor)
-    except (msgspec.DecodeError, ValueError, KeyError, IndexError) as error:
-        raise MalformedUpdateError(what="sync cursor", peer=peer, reason=str(error)) from None
+    writer = _PageWriter(state, have, origins, bytes_max)
+    cursor_next = writer.fill(cursor)
     return SyncPage(
         session=request.session,
         asked=request.cursor,
@@ -79,6 +104,21 @@ def make_page(state: State, request: SyncRequest, stamp: Timestamp, bytes_max: i
         entries=tuple(writer.entries),
         claims=tuple(writer.claims),
     )
+
+
+def _cursor_of(request: SyncRequest, peer: str) -> _Cursor:
+    """Where the page begins, checked: a cursor comes back from outside."""
+    if not request.cursor:
+        return _Cursor(_Phase.RESTORED)
+    try:
+        cursor = _DECODE(request.cursor)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MalformedUpdateError(what="sync cursor", peer=peer, reason=str(error)) from None
+    ends = {_Phase.ENTRIES: SHARDS, _Phase.CLAIMS: len(request.snapshots)}
+    end = ends.get(cursor.phase)
+    if end is not None and cursor.index >= end:
+        raise MalformedUpdateError(what="sync cursor", peer=peer, reason=f"{cursor.index} of {end}")
+    return cursor
 
 
 def _choose_snapshots(state: State, have: VersionVector) -> tuple[Reach, ...]:
@@ -114,31 +154,33 @@ class _PageWriter:
 
     def fill(self, cursor: _Cursor) -> _Cursor | None:
         """Fill the page; returns where the next one begins, None when all was sent."""
-        phase, index = cursor.phase, cursor.index
-        if phase == 0:
-            rows = self._state.scopes.rows()
-            self.raises = rows[index : index + _RAISES_PER_PAGE]
-            if index + _RAISES_PER_PAGE < len(rows):
-                return _Cursor(0, index + _RAISES_PER_PAGE)
-            phase, index = 1, 0
-        if phase == 1:
-            while index < SHARDS:
-                if self._left <= 0:
-                    return _Cursor(1, index)
-                found = self._state.entries.rows(index, self._have)
-                self.entries += found
-                self._left -= _ROW_BYTES * len(found)
-                index += 1
-            cursor = _Cursor(2)
+        if cursor.phase is _Phase.RAISES:
+            rows = self._state.scopes.published()
+            upto = cursor.index + max(1, self._left // ROW_NBYTES)
+            self.raises = rows[cursor.index : upto]
+            self._left -= ROW_NBYTES * len(self.raises)
+            if upto < len(rows):
+                return _Cursor(_Phase.RAISES, upto)
+            cursor = _Cursor(_Phase.ENTRIES)
+        if cursor.phase is _Phase.ENTRIES:
+            for shard in range(cursor.index, SHARDS):
+                after = cursor.after if shard == cursor.index else ""
+                for row in self._state.entries.rows(shard, self._have, RequestId(after)):
+                    if self._left <= 0:
+                        return _Cursor(_Phase.ENTRIES, shard, after)
+                    self.entries.append(row)
+                    self._left -= _ROW_BYTES + len(row.entry.request_id) + _NODE_BYTES * len(row.entry.nodes)
+                    after = row.entry.request_id
+            cursor = _Cursor(_Phase.CLAIMS)
         for i in range(cursor.index, len(self._origins)):
-            stopped = self._fill_claims(i, cursor if i == cursor.index else _Cursor(2, i))
+            stopped = self._fill_claims(i, cursor if i == cursor.index else _Cursor(_Phase.CLAIMS, i))
             if stopped is not None:
                 return stopped
         return None
 
     def _fill_claims(self, index: int, cursor: _Cursor) -> _Cursor | None:
         origin = self._origins[index]
-        begin = (cursor.digest, Tier(cursor.tier), cursor.shape)
+        begin = (cursor.digest, cursor.tier, cursor.shape)
         shelves = self._state.claims.shelves(origin)
         for key in sorted(key for key in shelves if key >= begin):
             # A shelf that was split since the last page is sent again from its first part: harmless, pages replace.
@@ -147,7 +189,7 @@ class _PageWriter:
                 if key == begin and part < cursor.part:
                     continue
                 if self._left <= 0:
-                    return _Cursor(2, index, key[0], key[1].value, key[2], part)
+                    return _Cursor(_Phase.CLAIMS, index, "", *key, part)
                 page = self._state.claims.page(origin, key, part)
                 self.claims.append(page)
                 self._left -= 64 + len(page.hashes) + len(page.meta)
@@ -175,6 +217,10 @@ class Session:
         """What to ask for next."""
         return SyncRequest(self.number, self.have.to_wire(), tuple(self.snapshots), self.cursor)
 
+    def go_on(self, cursor: bytes, deadline_ns: int) -> None:
+        """A page came: the next one is wanted from that cursor on, by that time."""
+        self.cursor, self.deadline_ns = cursor, deadline_ns
+
     def take(self, page: SyncPage, state: State, changes: Changes) -> None:
         """Take the page that was asked for."""
         if not self.started:
@@ -197,7 +243,6 @@ class Session:
             self.seen[claims.origin].add((claims.namespace.digest, claims.tier, claims.shape))
             highest = state.take_claims(claims, base, changes)
             state.replayed[claims.origin] = max(highest, state.replayed.get(claims.origin, 0))
-        self.cursor = page.cursor
         if not page.cursor:
             self.target = VersionVector.of(page.vector)
 

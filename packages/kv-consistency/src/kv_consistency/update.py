@@ -6,6 +6,7 @@ a replica follows from the set of updates it applied:
 - `BlocksStored`, `BlocksRemoved`, `HolderCleared`: the origin's own claims, in the order of its dots.
 - `EntryWritten`: one request's KV. The greatest `(owner epoch, ended, length, stamp)` wins.
 - `ScopesRaised`: a purge. Each counts once; claims and entries carry the count their writer had applied.
+- `ScopesRestored`: purges of lives whose own updates are gone everywhere, from the disk of a node that restarted.
 
 Blocks travel as columns: `hashes` is the 16-byte sequence hashes one after the other, `checks` the second hashes as
 little-endian uint32.
@@ -181,7 +182,31 @@ class ScopesRaised(_Struct, frozen=True, tag=4):
     scopes: Annotated[tuple[Scope, ...], Meta(min_length=1, max_length=limits.MAX_OPS_PER_UPDATE)]
 
 
-Operation = BlocksStored | BlocksRemoved | HolderCleared | EntryWritten | ScopesRaised
+class RaiseCount(_Struct, frozen=True):
+    """How often one origin raised one scope, and the dot with which it last did.
+
+    `via`: the update that restored it, where the origin's own update was not applied.
+    """
+
+    scope: Scope
+    origin: Origin
+    count: Annotated[int, Meta(ge=1, le=limits.MAX_DOT)]
+    last: Annotated[int, Meta(ge=1, le=limits.MAX_DOT)]
+    via: Dot | None = None
+
+    def __post_init__(self) -> None:
+        if self.count > self.last:
+            raise ValueError(f"{self.count} purges cannot have been made by {self.last} updates")
+
+
+class ScopesRestored(_Struct, frozen=True, tag=5):
+    """Purges that this node kept over a restart and that it could not find applied anywhere: as when their origins had
+    been heard of. `via` means nothing here."""
+
+    rows: Annotated[tuple[RaiseCount, ...], Meta(min_length=1, max_length=limits.MAX_OPS_PER_UPDATE)]
+
+
+Operation = BlocksStored | BlocksRemoved | HolderCleared | EntryWritten | ScopesRaised | ScopesRestored
 
 
 class Update(_Struct, frozen=True):
@@ -202,6 +227,8 @@ _UPDATE_NBYTES: Final = 32
 _OP_NBYTES: Final = 64
 _DEP_NBYTES: Final = 32
 _NODE_NBYTES: Final = 24
+ROW_NBYTES: Final = 96
+"""One `RaiseCount`."""
 
 
 def estimated_nbytes(update: Update) -> int:
@@ -217,6 +244,8 @@ def estimated_nbytes(update: Update) -> int:
             total += _OP_NBYTES + len(op.request_id) + _NODE_NBYTES * len(op.nodes)
         elif isinstance(op, ScopesRaised):
             total += _OP_NBYTES + HASH_BYTES * len(op.scopes)
+        elif isinstance(op, ScopesRestored):
+            total += _OP_NBYTES + ROW_NBYTES * len(op.rows)
         else:
             total += _OP_NBYTES
     return total
