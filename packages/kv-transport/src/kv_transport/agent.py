@@ -23,12 +23,11 @@ from kv_transport import limits
 from kv_transport.arena import Arena
 from kv_transport.auth import KEY_BYTES, session_key
 from kv_transport.backends.base import Backend, Surroundings
-from kv_transport.backends.shm import ShmBackend
-from kv_transport.backends.tcp import TcpBackend
+from kv_transport.backends.memory_network import MemoryNetwork
+from kv_transport.backends.registry import make_backends
 from kv_transport.config import TransportConfig
 from kv_transport.errors import (
     AgentClosed,
-    BackendUnavailable,
     InvalidDescriptor,
     StaleIncarnation,
     TransferTooLarge,
@@ -55,12 +54,19 @@ class TransferAgent:
     """See the module. Use as `async with TransferAgent(...) as agent:`; all methods belong to its event loop."""
 
     def __init__(
-        self, node: NodeId, incarnation: Incarnation, config: TransportConfig, clock: Clock | None = None
+        self,
+        node: NodeId,
+        incarnation: Incarnation,
+        config: TransportConfig,
+        clock: Clock | None = None,
+        network: MemoryNetwork | None = None,
     ) -> None:
+        """`network` is where agents of the `memory` transport meet."""
         self.name: Final = PeerName(node, incarnation)
         self.config: Final = config
         self.clock: Final[Clock] = clock or SystemClock()
         self.regions: Final = RegionTable(node)
+        self._network = network
         self._secret = secrets.token_bytes(KEY_BYTES)
         self._host_id = _host_id()
         self._backends: list[Backend] = []
@@ -97,7 +103,7 @@ class TransferAgent:
             on_note=self._deliver,
             spawn=self._spawn,
         )
-        self._backends = self._make_backends(self._around)
+        self._backends = make_backends(self._around, self._host_id, self._network)
         try:
             for backend in self._backends:
                 await backend.start()
@@ -385,20 +391,6 @@ class TransferAgent:
         return flow
 
     # Inside.
-
-    def _make_backends(self, around: Surroundings) -> list[Backend]:
-        """In order of preference."""
-        wanted, config = self.config.transport, self.config
-        backends: list[Backend] = []
-        if wanted in ("auto", "shm") and config.socket_folder is not None:
-            backends.append(ShmBackend(around, config.socket_folder, self._host_id))
-        if wanted in ("auto", "tcp") and config.tcp_host is not None:
-            backends.append(TcpBackend(around, config.tcp_host, config.tcp_port))
-        if not backends:
-            raise BackendUnavailable(
-                scheme=wanted, reason="the configuration names no socket_folder or tcp_host for it"
-            )
-        return backends
 
     def _remote_region(self, node: NodeId, region: int) -> RegionInfo:
         info = self.peer(node).metadata.region(region)
