@@ -1,5 +1,9 @@
 """Each kernel against its plain twin, on every set of instructions this machine has."""
 
+import contextlib
+import ctypes
+import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -14,9 +18,10 @@ from numpy.typing import NDArray
 from kv_core.checksum import crc64
 from kv_transport import kernels
 
-LENGTHS = [0, 1, 7, 8, 15, 16, 17, 127, 128, 129, 255, 256, 257, 272, 1000, 4096, 12_287, 12_289, 40_003]
+LENGTHS = [0, 1, 7, 8, 15, 16, 17, 127, 128, 129, 255, 256, 257, 272, 1000, 1023, 1024, 1025, 4096]
+LENGTHS += [9_215, 9_216, 9_217, 9_343, 9_344, 9_471, 9_472, 9_473, 12_289, 18_432, 40_003]
 BEYOND = [(-1, 0, 1), (0, -1, 1), (0, 0, -1), (1, 0, 2**63 - 1), (2**63 - 1, 0, 1), (0, 100, 1)]
-FEATURES = [(True, True), (False, False)]
+FEATURES = [(True, True, True), (True, True, False), (False, False, False)]
 RNG = np.random.default_rng(5)
 
 
@@ -30,13 +35,13 @@ def bitwise_crc64(data: bytes) -> int:
     return crc ^ (2**64 - 1)
 
 
-@pytest.fixture(params=FEATURES, ids=["fast", "portable"])
+@pytest.fixture(params=FEATURES, ids=["widest", "fast", "portable"])
 def _features(request: pytest.FixtureRequest) -> Iterator[None]:
     if kernels._kernels is None:
         pytest.skip("built without a compiler: the twins are at work")
     kernels._kernels.set_features(*request.param)
     yield
-    kernels._kernels.set_features(True, True)
+    kernels._kernels.set_features(True, True, True)
 
 
 def test_the_default_build_is_compiled() -> None:
@@ -55,6 +60,36 @@ def test_a_copy_of_any_length_has_the_right_bytes_and_sum(nbytes: int) -> None:
     (check,) = kernels.copy_cells(to, memoryview(source), np.array([[4, 5, nbytes]], np.int64))
     assert to == bytes(4) + source[5:] + bytes(5)
     assert check == crc64(source[5:]) == (bitwise_crc64(source[5:]) if nbytes < 2000 else check)
+
+
+@contextlib.contextmanager
+def page_seen_twice() -> Iterator[memoryview]:
+    """Two pages of address space that are one page of memory: what is written first is lost."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    fixed, read_write = 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    base = libc.mmap(None, 2 * mmap.PAGESIZE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    for at in (base, base + mmap.PAGESIZE):
+        assert libc.mmap(at, mmap.PAGESIZE, read_write, mmap.MAP_SHARED | fixed, fd, 0) == at
+    os.close(fd)
+    try:
+        yield memoryview((ctypes.c_uint8 * (2 * mmap.PAGESIZE)).from_address(base)).cast("B")
+    finally:
+        libc.munmap(base, 2 * mmap.PAGESIZE)
+
+
+@pytest.mark.usefixtures("_features")
+def test_the_sum_is_of_what_has_arrived_and_not_of_what_was_read() -> None:
+    source = RNG.bytes(2 * mmap.PAGESIZE)
+    arrived = source[mmap.PAGESIZE :] * 2
+    for copy in (kernels.copy_cells, kernels.plain_copy_cells):
+        with page_seen_twice() as to:
+            assert copy(to, memoryview(source), np.array([[0, 0, len(source)]], np.int64)) == [crc64(arrived)]
+            assert to == arrived
 
 
 CELLS = st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.integers(0, 700)), max_size=8)

@@ -2,7 +2,7 @@
  * function does, and holds the plain twin that is its oracle and its fallback. The GIL is released in all of them.
  *
  * CRC-64/NVME (polynomial 0xAD93D23594C93659, reflected, all ones in and out) is folded by carry-less multiplication,
- * eight lanes of 128 bits at a time: V. Gopal and others, "Fast CRC Computation for Generic Polynomials Using
+ * many lanes of 128 bits at a time: V. Gopal and others, "Fast CRC Computation for Generic Polynomials Using
  * PCLMULQDQ Instruction", Intel 2009. Constants are computed at import and not copied from anywhere. Which
  * instructions there are is asked at run time.
  */
@@ -24,11 +24,13 @@
 #endif
 
 #define POLY 0x9A6C9329AC4BC9B5ULL /* reflected */
-/* Copied before it is summed: source and destination piece lie in a first-level cache of 32 KiB. */
-#define PIECE 12288
+/* How far the sum stays behind the copy. What it reads has left the store buffer (112 stores of 64 bytes on the largest
+ * core so far), so it comes from the first-level cache, and it is no multiple of 4 KiB, which would look like a
+ * dependency of the load on the store. */
+#define LAG 9216
 
 static uint64_t table[8][256];
-static int have_pclmul, have_avx2;
+static int have_pclmul, have_avx2, have_avx512;
 
 static void make_tables(void)
 {
@@ -71,12 +73,12 @@ static uint64_t x_to(unsigned n)
 }
 
 /* A product of reflected values comes out multiplied by x: hence the -1. */
-static uint64_t fold_low[2], fold_high[2]; /* by 1024 bits, by 128 bits */
+static uint64_t fold_low[3], fold_high[3]; /* by 1024 bits, by 128 bits, by 2048 bits */
 
 static void make_constants(void)
 {
-    const unsigned bits[2] = {1024, 128};
-    for (int i = 0; i < 2; i++) {
+    const unsigned bits[3] = {1024, 128, 2048};
+    for (int i = 0; i < 3; i++) {
         fold_low[i] = x_to(bits[i] + 64 - 1);
         fold_high[i] = x_to(bits[i] - 1);
     }
@@ -89,24 +91,37 @@ __attribute__((target("pclmul,sse2"))) static inline __m128i fold(__m128i x, __m
 
 #define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
 
-__attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, const uint8_t *p, size_t n)
+/* With `from`, copies it to `p` as well, `LAG` bytes ahead of the sum, which is taken of what has arrived. */
+__attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, uint8_t *p, const uint8_t *from, size_t n)
 {
+    const size_t ahead = n < LAG ? n : LAG;
+    if (from)
+        memcpy(p, from, ahead);
     if (n < 256)
         return crc_plain(crc, p, n);
     const __m128i by_1024 = _mm_set_epi64x((long long)fold_high[0], (long long)fold_low[0]);
     const __m128i by_128 = _mm_set_epi64x((long long)fold_high[1], (long long)fold_low[1]);
+    size_t copied = from ? ahead : n, at = 128;
     __m128i x0 = _mm_xor_si128(LOAD(p), _mm_cvtsi64_si128((long long)crc));
     __m128i x1 = LOAD(p + 16), x2 = LOAD(p + 32), x3 = LOAD(p + 48);
     __m128i x4 = LOAD(p + 64), x5 = LOAD(p + 80), x6 = LOAD(p + 96), x7 = LOAD(p + 112);
-    for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
-        x0 = fold(x0, by_1024, LOAD(p));
-        x1 = fold(x1, by_1024, LOAD(p + 16));
-        x2 = fold(x2, by_1024, LOAD(p + 32));
-        x3 = fold(x3, by_1024, LOAD(p + 48));
-        x4 = fold(x4, by_1024, LOAD(p + 64));
-        x5 = fold(x5, by_1024, LOAD(p + 80));
-        x6 = fold(x6, by_1024, LOAD(p + 96));
-        x7 = fold(x7, by_1024, LOAD(p + 112));
+    for (; n - at >= 128; at += 128) {
+        if (n - copied >= 128) {
+            for (int i = 0; i < 128; i += 16)
+                _mm_storeu_si128((__m128i *)(p + copied + i), LOAD(from + copied + i));
+            copied += 128;
+        } else if (copied < n) {
+            memcpy(p + copied, from + copied, n - copied);
+            copied = n;
+        }
+        x0 = fold(x0, by_1024, LOAD(p + at));
+        x1 = fold(x1, by_1024, LOAD(p + at + 16));
+        x2 = fold(x2, by_1024, LOAD(p + at + 32));
+        x3 = fold(x3, by_1024, LOAD(p + at + 48));
+        x4 = fold(x4, by_1024, LOAD(p + at + 64));
+        x5 = fold(x5, by_1024, LOAD(p + at + 80));
+        x6 = fold(x6, by_1024, LOAD(p + at + 96));
+        x7 = fold(x7, by_1024, LOAD(p + at + 112));
     }
     x1 = fold(x0, by_128, x1);
     x2 = fold(x1, by_128, x2);
@@ -115,35 +130,88 @@ __attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, 
     x5 = fold(x4, by_128, x5);
     x6 = fold(x5, by_128, x6);
     x7 = fold(x6, by_128, x7);
-    for (; n >= 16; p += 16, n -= 16)
-        x7 = fold(x7, by_128, LOAD(p));
+    for (; n - at >= 16; at += 16)
+        x7 = fold(x7, by_128, LOAD(p + at));
     uint8_t rest[16];
     _mm_storeu_si128((__m128i *)rest, x7);
-    return crc_plain(crc_plain(0, rest, 16), p, n);
+    return crc_plain(crc_plain(0, rest, 16), p + at, n - at);
 }
-#endif
 
-static uint64_t crc_any(uint64_t crc, const uint8_t *p, size_t n)
+#define WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul")))
+#define LOAD512(at) _mm512_loadu_si512((const void *)(at))
+
+WIDE static inline __m512i fold512(__m512i x, __m512i k, __m512i next)
 {
-#if HAVE_X86
-    if (have_pclmul)
-        return crc_folded(crc, p, n);
-#endif
-    return crc_plain(crc, p, n);
+    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), next,
+                                     0x96);
 }
+
+/* The same by sixteen lanes. What is left in them is 256 bytes with the sum of all before. */
+WIDE static uint64_t crc_folded512(uint64_t crc, uint8_t *p, const uint8_t *from, size_t n)
+{
+    if (n < 1024)
+        return crc_folded(crc, p, from, n);
+    size_t copied = n, at = 256;
+    if (from) {
+        copied = n < LAG ? n : LAG;
+        memcpy(p, from, copied);
+    }
+    const __m512i by_2048 = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)fold_high[2], (long long)fold_low[2]));
+    __m512i x0 = _mm512_xor_si512(LOAD512(p), _mm512_zextsi128_si512(_mm_cvtsi64_si128((long long)crc)));
+    __m512i x1 = LOAD512(p + 64), x2 = LOAD512(p + 128), x3 = LOAD512(p + 192);
+    for (; n - at >= 256; at += 256) {
+        if (n - copied >= 256) {
+            for (int i = 0; i < 256; i += 64)
+                _mm512_storeu_si512(p + copied + i, LOAD512(from + copied + i));
+            copied += 256;
+        } else if (copied < n) {
+            memcpy(p + copied, from + copied, n - copied);
+            copied = n;
+        }
+        x0 = fold512(x0, by_2048, LOAD512(p + at));
+        x1 = fold512(x1, by_2048, LOAD512(p + at + 64));
+        x2 = fold512(x2, by_2048, LOAD512(p + at + 128));
+        x3 = fold512(x3, by_2048, LOAD512(p + at + 192));
+    }
+    uint8_t rest[256];
+    _mm512_storeu_si512(rest, x0);
+    _mm512_storeu_si512(rest + 64, x1);
+    _mm512_storeu_si512(rest + 128, x2);
+    _mm512_storeu_si512(rest + 192, x3);
+    return crc_folded(crc_folded(0, rest, NULL, 256), p + at, NULL, n - at);
+}
+#endif
 
 static uint64_t copy_and_sum(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc)
 {
+#if HAVE_X86
+    if (have_avx512)
+        return crc_folded512(crc, to, from, n);
+    if (have_pclmul)
+        return crc_folded(crc, to, from, n);
+#endif
     while (n) {
-        size_t piece = n < PIECE ? n : PIECE;
+        size_t piece = n < LAG ? n : LAG;
         memcpy(to, from, piece);
         /* What has arrived, not what was read. */
-        crc = crc_any(crc, to, piece);
+        crc = crc_plain(crc, to, piece);
         to += piece;
         from += piece;
         n -= piece;
     }
     return crc;
+}
+
+static void detect(int pclmul, int avx2, int avx512)
+{
+#if HAVE_X86
+    __builtin_cpu_init();
+    have_pclmul = pclmul && __builtin_cpu_supports("pclmul");
+    have_avx2 = avx2 && __builtin_cpu_supports("avx2");
+    have_avx512 = avx512 && have_pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+#else
+    (void)pclmul, (void)avx2, (void)avx512;
+#endif
 }
 
 static int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
@@ -400,18 +468,14 @@ static PyObject *py_dequantise(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* set_features(pclmul, avx2): use no more than these; returns what is in use. For tests of the slower paths. */
+/* set_features(pclmul, avx2, avx512): use no more than these; returns what is in use. For tests of the slower paths. */
 static PyObject *py_set_features(PyObject *self, PyObject *args)
 {
-    int pclmul, avx2;
-    if (!PyArg_ParseTuple(args, "pp", &pclmul, &avx2))
+    int pclmul, avx2, avx512;
+    if (!PyArg_ParseTuple(args, "ppp", &pclmul, &avx2, &avx512))
         return NULL;
-#if HAVE_X86
-    __builtin_cpu_init();
-    have_pclmul = pclmul && __builtin_cpu_supports("pclmul");
-    have_avx2 = avx2 && __builtin_cpu_supports("avx2");
-#endif
-    return Py_BuildValue("(NN)", PyBool_FromLong(have_pclmul), PyBool_FromLong(have_avx2));
+    detect(pclmul, avx2, avx512);
+    return Py_BuildValue("(NNN)", PyBool_FromLong(have_pclmul), PyBool_FromLong(have_avx2), PyBool_FromLong(have_avx512));
 }
 
 static PyMethodDef methods[] = {
@@ -427,10 +491,8 @@ static int prepare(PyObject *module)
     make_tables();
 #if HAVE_X86
     make_constants();
-    __builtin_cpu_init();
-    have_pclmul = __builtin_cpu_supports("pclmul") != 0;
-    have_avx2 = __builtin_cpu_supports("avx2") != 0;
 #endif
+    detect(1, 1, 1);
     return 0;
 }
 

@@ -35,7 +35,7 @@ _E4M3_NAN: Final = 0x7F
 
 
 def copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:
-    """Copy cells and take the CRC-64 of each from the destination, in pieces that stay in the first-level cache.
+    """Copy cells and take the CRC-64 of each from the destination, a few KiB behind the copy, while it is in the cache.
 
     `previous` continues the checksum of the first cell, whose beginning was copied before.
 
