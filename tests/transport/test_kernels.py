@@ -85,11 +85,10 @@ def page_seen_twice() -> Iterator[memoryview]:
 @pytest.mark.usefixtures("_features")
 def test_the_sum_is_of_what_has_arrived_and_not_of_what_was_read() -> None:
     source = RNG.bytes(2 * mmap.PAGESIZE)
-    arrived = source[mmap.PAGESIZE :] * 2
     for copy in (kernels.copy_cells, kernels.plain_copy_cells):
         with page_seen_twice() as to:
-            assert copy(to, memoryview(source), np.array([[0, 0, len(source)]], np.int64)) == [crc64(arrived)]
-            assert to == arrived
+            (check,) = copy(to, memoryview(source), np.array([[0, 0, len(source)]], np.int64))
+            assert check == crc64(to) != crc64(source)
 
 
 CELLS = st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.integers(0, 700)), max_size=8)
