@@ -24,7 +24,7 @@ from kv_bus.errors import (
     WrongIncarnation,
 )
 from kv_bus.interface import DEFERRED, Deferred, PeerDown, PeerRefused, PeerRestarted, PeerState, PeerUp, Request
-from kv_bus.limits import PEER_QUEUE_MAX
+from kv_bus.limits import PEER_QUEUE_MAX, SEND_TTL_NS
 from kv_core.errors import KVError, LocalProtocolError, RetryableError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import (
@@ -581,6 +581,34 @@ def test_a_drain_that_takes_too_long_is_cut_short_and_says_so(run: Run) -> None:
         assert await b.drain(50 * MS) is False
         with pytest.raises(ClosedWithOpenRequests):
             await call
+
+    run(scenario)
+
+
+def test_a_draining_node_does_not_wait_for_farewells_to_the_dead(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = await world.node(A), await world.node(B)
+        await a.request(B, Echo(b""), timeout_ns=20 * S)
+        await b.close()
+        await world.until(lambda: a.peers()[0].state is not PeerState.UP)
+        for number in range(3):
+            a.send(B, Noted(number))
+        # They would end by themselves in twice that time.
+        assert await a.drain(SEND_TTL_NS // 2) is True
+        assert a.stats().calls.waiting == 0
+        assert a.stats().sends_dropped == 3
+
+    run(scenario)
+
+
+def test_a_draining_node_still_delivers_its_first_words(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = await world.node(A), await world.node(B)
+        seen: list[int] = []
+        b.handle(Noted, lambda request: seen.append(request.message.number))
+        a.send(B, Noted(7))  # the connection is not made yet
+        assert await a.drain(20 * S) is True
+        await world.until(lambda: seen == [7])
 
     run(scenario)
 

@@ -8,6 +8,7 @@ O2: a reply counts only if it came by the link the call left by, from the life t
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -111,6 +112,7 @@ class Calls:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._closed = False
+        self._draining = False
         self._empty_waiters: list[asyncio.Future[None]] = []
         self.now_ns = local.monotonic_ns
         peers.on_new_life.append(self._new_life)
@@ -227,6 +229,8 @@ class Calls:
                 case Reconnect():
                     assert peer.wire is not None
                     peer.wire.reconnect()
+        if self._draining:
+            self._drop_unheard(peer)
 
     def drop_link(self, line: Peer, error: Callable[[], KVError]) -> None:
         """The peer's link ends; what is on it fails with `error()`."""
@@ -252,12 +256,22 @@ class Calls:
             self._timer = None
         self._maybe_empty()
 
-    async def wait_until_empty(self) -> None:
-        """Return when no message waits; greetings are nobody's."""
+    async def drain(self) -> None:
+        """Return when no message waits; greetings are nobody's, and who cannot be reached hears no farewell."""
+        self._draining = True
+        for line in self._peers.all():
+            if line.link is not None:
+                self._drop_unheard(line.link)
         if len(self._pending) > self._greetings:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._empty_waiters.append(waiter)
             await waiter
+
+    def unfinished(self) -> str:
+        """What still waits, for a person: how many messages of each type for each peer."""
+        waiting = (call for _, _, call in self._pending.entries())
+        counts = Counter((call.peer.link.node_id, type(call.message).__name__) for call in waiting)
+        return ", ".join(f"{count} {message} to {node}" for (node, message), count in counts.items()) or "nothing"
 
     def end_greeting(self, peer: PeerLink) -> None:
         """The greeting on its way, if any, counts no more."""
@@ -419,6 +433,10 @@ class Calls:
         call = peer.link.in_flight.pop(header.correlation_id, None)
         if call is not None:
             self._finish(call, error)
+
+    def _drop_unheard(self, peer: PeerLink) -> None:
+        for outgoing in peer.link.take_unheard():
+            self._finish(outgoing, BusClosed(node=self._local.node_id))
 
     def _new_life(self, line: Peer) -> None:
         peer = line.link

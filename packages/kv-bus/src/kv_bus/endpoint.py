@@ -5,6 +5,7 @@ requests are answered with an error), then our own calls, then the carrier, whic
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import overload
@@ -30,7 +31,7 @@ from kv_bus.interface import (
     Stamper,
     Watch,
 )
-from kv_bus.limits import PEERS_MAX
+from kv_bus.limits import MS, PEERS_MAX
 from kv_bus.local import Local
 from kv_bus.peers import Peer, Peers
 from kv_bus.sequencer import NO_LIFE
@@ -39,6 +40,8 @@ from kv_core.clock import Clock
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message, Registry
+
+_log = logging.getLogger(__name__)
 
 
 class _State(Enum):
@@ -120,9 +123,17 @@ class Endpoint:
                 async with asyncio.timeout(timeout_ns / 1e9):
                     # In this order: answering a request may need calls of our own.
                     await self._serving.wait_until_empty()
-                    await self._calls.wait_until_empty()
+                    await self._calls.drain()
             except TimeoutError:
                 finished = False
+                _log.warning(
+                    "drain cut short node=%s after_ms=%d open_requests=%d handlers=%d waiting=%s",
+                    self.node_id,
+                    timeout_ns // MS,
+                    self._serving.open_count,
+                    self._serving.job_count,
+                    self._calls.unfinished(),
+                )
         await self.close()
         return finished
 

@@ -173,6 +173,15 @@ class Link:
             self._bytes -= found[1]
         return False
 
+    def take_unheard(self) -> list[Outgoing]:
+        """The one-way messages that wait for a connection which broke: a node that ends does not wait for them."""
+        if self.state is PeerState.UP or not self.last_cause:
+            return []
+        unheard = [outgoing for outgoing, _ in self._queue.values() if outgoing.on_outcome is None]
+        for outgoing in unheard:
+            self.left(outgoing)
+        return unheard
+
     def connected(self) -> list[Effect]:
         """The connection is made."""
         if self.state is PeerState.IDLE:
