@@ -1,10 +1,14 @@
 """What a replica does when clocks are wrong, and what it has persisted."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kv_consistency import limits
 from kv_consistency.effects import Effect, PersistClockBound, ReportClock
 from kv_consistency.errors import ClockBoundReachedError, ClockJumpedError, RemoteClockAheadError
 from kv_consistency.events import ClockAccepted, ClockBoundPersisted, Instant, LocalStore, Tick
+from kv_consistency.hlc import HybridLogicalClock, Timestamp, restart_wait_ns
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.replica import ReplicaConfig
 from kv_core.ids import Incarnation, NodeId, RequestId
@@ -120,3 +124,78 @@ def test_a_newcomer_does_not_follow_a_cluster_any_distance() -> None:
     cluster.settle(rounds=30)
     assert not cluster.manager("c").ready
     assert {report.peer for report in reports(cluster, "c")} == {"a", "b"}
+
+
+@given(st.integers(0, 4 * SECOND), st.integers(0, 10 * SECOND), st.integers(-250 * MS, 250 * MS))
+def test_after_its_wait_a_restarted_node_is_taken_by_peers_at_once(bound: int, wall: int, skew: int) -> None:
+    """A peer's wall may differ by half of the tolerance; the wait itself is at most one horizon."""
+    bound += wall  # a life ends at most one horizon before its bound, unless it lived ahead of its wall
+    wait = restart_wait_ns(bound, wall)
+    assert wait <= limits.CLOCK_HORIZON_NS
+    restarted = HybridLogicalClock(NodeId("a"), floor_ns=bound)
+    peer = HybridLogicalClock(NodeId("b"))
+    first = restarted.tick(wall + wait)
+    if bound - wall > limits.CLOCK_HORIZON_NS + limits.OFFSET_MAX_NS // 2:
+        return
+    peer.merge(first, max(0, wall + wait + skew))
+    if wait:
+        with pytest.raises(RemoteClockAheadError):
+            HybridLogicalClock(NodeId("b")).merge(first, max(0, wall + wait - 251 * MS))
+
+
+def test_a_jump_and_a_peer_ahead_are_reported_by_the_stamps_of_envelopes_too() -> None:
+    manager = KvCacheConsistencyManager(NodeId("a"))
+    manager.stamp(Instant(0, 100 * SECOND))
+    for i in range(1, 4):
+        assert manager.stamp(Instant(i, 200 * SECOND)).wall_ns == 100 * SECOND + i, "not absorbed"
+    (jump,) = manager.drain()
+    assert isinstance(jump, ReportClock) and isinstance(jump.error, ClockJumpedError) and jump.peer is None
+    assert manager.stats().clock.jumps == 3
+    right = Timestamp(100 * SECOND, 0, NodeId("b"))
+    manager.follow(right, Instant(4, 100 * SECOND + 4))
+    for _ in range(2):
+        for _ in range(3):
+            with pytest.raises(RemoteClockAheadError):
+                manager.follow(Timestamp(101 * SECOND, 0, NodeId("b")), Instant(5, 100 * SECOND + 5))
+        (ahead,) = manager.drain()
+        assert isinstance(ahead, ReportClock) and ahead.peer == "b"
+        manager.follow(right, Instant(6, 100 * SECOND + 6))
+    assert manager.stamp(Instant(7, 100 * SECOND + 7)).wall_ns == 100 * SECOND + 7
+
+
+def test_a_newcomer_follows_peers_that_are_all_ahead_but_not_one_among_right_ones() -> None:
+    late = 1000 * MS
+    for right_one in (False, True):
+        manager = KvCacheConsistencyManager(NodeId("new"), config=ReplicaConfig(join_offset_max_ns=100 * SECOND))
+        ahead = Timestamp(150 * SECOND, 0, NodeId("b"))
+        with pytest.raises(RemoteClockAheadError):
+            manager.follow(ahead, Instant(0, 100 * SECOND))
+        with pytest.raises(RemoteClockAheadError):
+            manager.follow(ahead, Instant(late - 1, 101 * SECOND - 1))
+        if right_one:
+            manager.follow(Timestamp(101 * SECOND, 0, NodeId("c")), Instant(late - 1, 101 * SECOND - 1))
+            with pytest.raises(RemoteClockAheadError):
+                manager.follow(ahead, Instant(late, 101 * SECOND))
+        else:
+            with pytest.raises(RemoteClockAheadError):
+                manager.follow(Timestamp(300 * SECOND, 0, NodeId("b")), Instant(late, 101 * SECOND))
+            assert manager.follow(ahead, Instant(late, 101 * SECOND)) > ahead
+            assert manager.stamp(Instant(late, 101 * SECOND)) > ahead
+            with pytest.raises(RemoteClockAheadError):
+                manager.follow(Timestamp(160 * SECOND, 0, NodeId("b")), Instant(late, 101 * SECOND))
+
+
+def test_a_jump_does_not_reach_the_bound_on_disk() -> None:
+    """The next life would begin at it, and every peer would refuse its stamps."""
+    manager = KvCacheConsistencyManager(NodeId("a"), config=ReplicaConfig(clock_horizon_ns=2 * SECOND))
+    (bound,) = bounds(manager.step(Tick(Instant(0, 100 * SECOND))))
+    manager.step(ClockBoundPersisted(bound))
+    manager.stamp(Instant(0, 100 * SECOND))
+    asked: list[int] = []
+    for i in range(1, 60):
+        at = Instant(i * 50 * MS, 5_000 * SECOND)
+        effects = [*manager.step(Tick(at)), *manager.step(LocalStore(at, (run_of([i]),)))]
+        for bound in bounds(effects):
+            asked.append(bound)
+            manager.step(ClockBoundPersisted(bound))
+    assert asked and max(asked) <= 100 * SECOND + 60 * 50 * MS + 2 * SECOND

@@ -1,5 +1,6 @@
 """The small parts of the services that decide: fences, pull costs, placement by load, life files."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_bus.interface import Stamp
-from kv_consistency.errors import ClockBoundReachedError
+from kv_consistency.errors import ClockBoundReachedError, RemoteClockAheadError
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.replica import ReplicaConfig
 from kv_core.hashing import BlockHash
@@ -126,3 +127,33 @@ def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher
     clock.advance(10_000_000_000)
     stamper.merge(Stamp(clock.wall_ns(), 7, NodeId("peer")))
     assert manager.clock.wall_ns >= clock.wall_ns()
+
+
+def test_a_jump_of_the_wall_is_neither_stamped_nor_merged_but_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, life = ManualClock(wall_ns=100_000_000_000), LifeFile(tmp_path, "n")
+    life.begin(clock)
+    manager = KvCacheConsistencyManager(NodeId("n"))
+    replica = ReplicaService(manager, clock, PrefixIndex(), life, Metrics("n", "decode"))
+    replica.prime()
+    stamper = ReplicaStamper(manager, clock)
+    stamper.tick()
+    clock.step_wall(3_600_000_000_000)
+    clock.advance(1_000)
+    assert stamper.tick().wall_ns == 100_000_001_000
+    stamper.merge(Stamp(100_000_000_500, 0, NodeId("peer")))
+    with pytest.raises(RemoteClockAheadError):
+        stamper.merge(Stamp(clock.wall_ns(), 0, NodeId("peer")))
+    assert stamper.tick().wall_ns == 100_000_001_000
+
+    async def one_round() -> None:
+        await replica.start()
+        running = asyncio.ensure_future(replica.run())
+        await asyncio.sleep(0)
+        await replica.close()
+        await running
+
+    asyncio.run(one_round())
+    reports = [record.getMessage() for record in caplog.records if "clock is wrong" in record.getMessage()]
+    assert len(reports) == 2 and "whose=ours" in reports[0] and "whose=peer" in reports[1]

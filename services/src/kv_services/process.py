@@ -21,13 +21,14 @@ from kv_bus.keys import AllowListFile, load_key_pair
 from kv_bus.lag import LoopLagProbe
 from kv_bus.supervisor import Child, ChildSpec, RestartPolicy, Supervisor
 from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
+from kv_consistency.limits import CLOCK_HORIZON_NS
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES
 from kv_consistency.replica import ReplicaConfig
 from kv_core.clock import Clock, SystemClock
 from kv_core.compatibility import Compatibility, ServedModel
 from kv_core.errors import KVError
-from kv_core.ids import Incarnation
+from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Registry
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
@@ -39,14 +40,14 @@ from kv_services.replica.service import Offload, ReplicaService, ReplicaStamper,
 from kv_services.side_http import SideHttp
 from kv_services.status_report import SlotCounts, StatusReport, encode_status
 
-CLOCK_HORIZON_NS: Final = 2_000_000_000
-"""How far ahead the clock's bound is kept on disk: one small write a second, and the longest that a restart waits."""
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a computing thread may keep the interpreter from the loop: a tenth of the default."""
 
 MakeBus = Callable[[Incarnation, Registry, Stamper], Bus]
 """Makes the bus of one life."""
+MakeManager = Callable[[NodeId, Incarnation, ReplicaConfig], KvCacheConsistencyManager]
+"""Makes the replica of one life."""
 
 _log = logging.getLogger(__name__)
 
@@ -191,9 +192,10 @@ def assemble_base(
     clock: Clock,
     life: LifeFile,
     make_bus: MakeBus,
+    make_manager: MakeManager = KvCacheConsistencyManager,
     offload: Offload | None = None,
 ) -> Base:
-    """Begin a life with what `life` kept, on that bus and clock; nothing is started.
+    """Begin a life with what `life` kept, on that bus, clock and replica; nothing is started.
 
     Raises:
         KVError: as `build_base`.
@@ -203,7 +205,7 @@ def assemble_base(
     metrics = Metrics(node.id, node.role.value)
     index = PrefixIndex()
     settings = ReplicaConfig(clock_floor_ns=before.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
-    manager = KvCacheConsistencyManager(node.node_id, incarnation, settings)
+    manager = make_manager(node.node_id, incarnation, settings)
     replica = ReplicaService(manager, clock, index, life, metrics, offload=offload)
     replica.prime()
     bus = make_bus(

@@ -44,6 +44,18 @@ class Timestamp(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fal
         return f"{self.wall_ns}.{self.logical}@{self.node}"
 
 
+def restart_wait_ns(
+    bound_ns: int,
+    wall_ns: int,
+    horizon_ns: int = limits.CLOCK_HORIZON_NS,
+    offset_max_ns: int = limits.OFFSET_MAX_NS,
+) -> int:
+    """How long a life that begins at the bound of the one before must keep silent: until its stamps lie half of the
+    tolerance ahead of the wall, so that peers take them whose walls are behind by less than the other half. Never
+    longer than a horizon: a clock that was further ahead than that was so together with its peers."""
+    return min(horizon_ns, max(0, bound_ns - wall_ns - offset_max_ns // 2))
+
+
 @dataclass(frozen=True, slots=True)
 class ClockStats:
     """A snapshot. `offset_max_seen_ns` is the furthest that an accepted remote stamp lay beyond our state."""

@@ -17,8 +17,9 @@ JUMP_MAX_NS: Final = 500_000_000
 JOIN_OFFSET_MAX_NS: Final = 24 * 3600 * 1_000_000_000
 """How far beyond its own wall a joining node follows its peers' stamps: walls set back by up to a day."""
 
-CLOCK_HORIZON_NS: Final = 10_000_000_000
-"""How far ahead the persisted bound of stamps is set: one small write in about five seconds."""
+CLOCK_HORIZON_NS: Final = 2_000_000_000
+"""How far ahead the persisted bound of stamps is set: one small write a second. A restart begins at the bound and waits
+until peers take its stamps (`hlc.restart_wait_ns`), so this is also the longest that a restart waits."""
 
 MAX_TOKEN_DOTS: Final = 64
 """Dots in one causal token, one for each origin: about 2 KiB at most, it travels with every request."""

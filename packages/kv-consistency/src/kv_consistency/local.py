@@ -221,7 +221,7 @@ def publish(
     replica.unannounced = True
     out.insert(0, Issued(Dot(origin, n), update.stamp(origin.node)))
     out.append(BroadcastUpdates(UpdateBatch(origin, n, tuple(updates))))
-    replica.want_bound(at.wall_ns, out)
+    replica.want_bound(replica.clock.wall_ns, out)
     replica.settle(changes, out)
     return out
 

@@ -143,7 +143,7 @@ class KvCacheConsistencyManager:
 
     @property
     def clock(self) -> HybridLogicalClock:
-        """The process's one clock, for stamping what is no update (bus envelopes): tick and merge it, nothing else."""
+        """The process's one clock, to look at; what is no update is stamped by `stamp` and `follow`."""
         return self._replica.clock
 
     @property
@@ -214,20 +214,27 @@ class KvCacheConsistencyManager:
         return effects
 
     def stamp(self, at: Instant) -> Timestamp:
-        """A stamp for something that is no update, such as a bus envelope; a jump of the wall is not followed.
+        """A stamp for something that is no update, such as a bus envelope. A jump of the wall is not followed but
+        reported (`drain`).
 
         Raises:
             ClockBoundReachedError: a higher clock bound must be persisted first.
         """
         return self._replica.tick(at, self._effects)
 
+    def trusted_wall_ns(self, at: Instant) -> int:
+        """The wall reading, or what it should be by the monotonic clock after a jump."""
+        return self._replica.trusted_wall(at, self._effects)
+
     def follow(self, remote: Timestamp, at: Instant) -> Timestamp:
-        """The stamp of receiving something that is no update and carries `remote`.
+        """The stamp of receiving something that is no update and carries `remote`. A peer's clock that is too far
+        ahead is reported as well, once until it is right again (`drain`). A newcomer to whom every peer is ahead
+        follows them after `ReplicaConfig.reply_timeout_ns`, by `join_offset_max_ns` at most.
 
         Raises:
             RemoteClockAheadError, ClockBoundReachedError: as the clock.
         """
-        return self._replica.clock.merge(remote, self._replica.trusted_wall(at, self._effects))
+        return self._replica.follow(remote, at, self._effects)
 
     def register_update(
         self,

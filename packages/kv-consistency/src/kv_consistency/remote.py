@@ -1,7 +1,7 @@
 """What peers and membership say, and what time does."""
 
 from kv_consistency import anti_entropy, limits, local, sync
-from kv_consistency.effects import BroadcastUpdates, Effect, ReportClock, ReportResync, SendTo
+from kv_consistency.effects import BroadcastUpdates, Effect, ReportResync, SendTo
 from kv_consistency.errors import (
     ClockBoundReachedError,
     LimitReachedError,
@@ -396,12 +396,11 @@ def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Eff
         else:
             replica.clock.merge(stamp, replica.trusted_wall(at, out))
     except RemoteClockAheadError as error:
-        if stamp.node not in replica.ahead and (joining or replica.ready):
-            replica.ahead.add(stamp.node)
-            out.append(ReportClock(error, stamp.node))
+        if joining or replica.ready:
+            replica.report_ahead(stamp.node, error, out)
         return False
     except ClockBoundReachedError:
-        replica.want_bound(max(stamp.wall_ns, at.wall_ns), out)
+        replica.want_bound(max(stamp.wall_ns, replica.trusted_wall(at, out)), out)
         return False
     replica.ahead.discard(stamp.node)
     return True

@@ -25,12 +25,14 @@ from kv_consistency.effects import (
     WaiterReady,
 )
 from kv_consistency.errors import (
+    ClockBoundReachedError,
     ClockJumpedError,
     ConsistencyError,
     FencedError,
     HolderLostError,
     IncompleteError,
     NotFoundError,
+    RemoteClockAheadError,
     ReplicaFencedError,
     StaleReplicaError,
 )
@@ -100,6 +102,8 @@ class Replica:
         self.bound_asked_ns = config.clock_floor_ns
         self.jumped = False
         self.ahead: set[NodeId] = set()
+        self.acquainted = False
+        self.stranger_since_ns: int | None = None
         self.fenced: Incarnation | None = None
         self.orphan_shard: int | None = None
         self.next_digest_ns = 0
@@ -168,6 +172,39 @@ class Replica:
             return self.clock.expected_wall_ns(at.now_ns)
         self.jumped = False
         return at.wall_ns
+
+    def follow(self, stamp: Timestamp, at: Instant, out: list[Effect]) -> Timestamp:
+        """Rise above a peer's stamp; one that lies too far ahead is reported once until a right one comes."""
+        wall_ns = self.trusted_wall(at, out)
+        try:
+            if self._all_are_ahead(at):
+                self.clock.adopt_floor(stamp, wall_ns, self.config.join_offset_max_ns)
+            risen = self.clock.merge(stamp, wall_ns)
+        except RemoteClockAheadError as error:
+            self.report_ahead(stamp.node, error, out)
+            if self.stranger_since_ns is None:
+                self.stranger_since_ns = at.now_ns
+            raise
+        except ClockBoundReachedError:
+            self.want_bound(max(stamp.wall_ns, wall_ns), out)
+            raise
+        self.acquainted = True
+        self.ahead.discard(stamp.node)
+        return risen
+
+    def _all_are_ahead(self, at: Instant) -> bool:
+        """Whether this replica is new and has heard for a while, and from nobody else but peers that are ahead of it: a
+        cluster that lives ahead of walls which were set back. One peer with a wrong clock among others is not that."""
+        since_ns = self.stranger_since_ns
+        if self.acquainted or self.synced or since_ns is None:
+            return False
+        return at.now_ns - since_ns >= self.config.reply_timeout_ns
+
+    def report_ahead(self, node: NodeId, error: RemoteClockAheadError, out: list[Effect]) -> None:
+        """Say that a peer's clock is ahead, once an episode."""
+        if node not in self.ahead:
+            self.ahead.add(node)
+            out.append(ReportClock(error, node))
 
     def want_bound(self, wall_ns: int, out: list[Effect]) -> None:
         """Have a higher clock bound persisted in good time."""

@@ -47,8 +47,7 @@ from kv_consistency.events import (
     WaitFor,
 )
 from kv_consistency.events import Event as ReplicaEvent
-from kv_consistency.hlc import Timestamp
-from kv_consistency.limits import OFFSET_MAX_NS
+from kv_consistency.hlc import Timestamp, restart_wait_ns
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
@@ -94,9 +93,9 @@ async def wait_out(bound_ns: int, clock: Clock) -> None:
 
     A life ends at most one horizon before its bound, so a restart is held up by less than that.
     """
-    ahead_ns = bound_ns - clock.wall_ns() - OFFSET_MAX_NS // 2
-    if ahead_ns > 0:
-        await asyncio.sleep(ahead_ns / 1e9)
+    wait_ns = restart_wait_ns(bound_ns, clock.wall_ns())
+    if wait_ns:
+        await asyncio.sleep(wait_ns / 1e9)
 
 
 RENEWED_NS: Final = 1_000_000_000
@@ -104,7 +103,8 @@ RENEWED_NS: Final = 1_000_000_000
 
 
 class ReplicaStamper:
-    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock.
+    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock. A wall that jumps is not
+    followed, a peer that is too far ahead is refused; the replica's service says both in its log.
 
     Args:
         renew: puts a higher clock bound on disk. A process that stood still, or started slowly, for longer than its
@@ -119,12 +119,15 @@ class ReplicaStamper:
         self._renew = renew
 
     def tick(self) -> Stamp:
-        stamp = self._within_bound(lambda: self._manager.clock.tick(self._clock.wall_ns()))
+        stamp = self._within_bound(lambda: self._manager.stamp(self._now()))
         return Stamp(stamp.wall_ns, stamp.logical, stamp.node)
 
     def merge(self, remote: Stamp, /) -> None:
         seen = Timestamp(remote.wall_ns, remote.logical, remote.node_id)
-        self._within_bound(lambda: self._manager.clock.merge(seen, self._clock.wall_ns()))
+        self._within_bound(lambda: self._manager.follow(seen, self._now()))
+
+    def _now(self) -> Instant:
+        return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
 
     def _within_bound(self, stamp: Callable[[], Timestamp]) -> Timestamp:
         try:
@@ -175,7 +178,7 @@ class ReplicaService:
 
     def renew_clock_bound(self) -> None:
         """Put a higher clock bound on disk and wait for it; what runs on the loop waits too."""
-        bound_ns = max(self._clock.wall_ns(), self.manager.clock.wall_ns) + RENEWED_NS
+        bound_ns = max(self.manager.trusted_wall_ns(self._now()), self.manager.clock.wall_ns) + RENEWED_NS
         self._life.keep_clock_bound(bound_ns)
         self._hear(ClockBoundPersisted(bound_ns))
 
@@ -206,6 +209,7 @@ class ReplicaService:
             if self._over is not None:
                 raise self._over
             self._hear(Tick(self._now()))
+            self._drain()  # what stamping the bus's envelopes found wrong with clocks
             self._measure()
             self._index.sweep()
             try:
