@@ -330,15 +330,22 @@ class BlockPool:
             self._let_go(hold)
         return [hold.receipt for hold in expired]
 
-    def hold(self, owner: str, refs: Sequence[BlockRef]) -> Receipt:
+    def hold(self, owner: str, refs: Sequence[BlockRef], *, used: bool = True) -> Receipt:
         """Keep slots in place while they are copied elsewhere (outgoing transfer, spill) or written by a peer.
+
+        Args:
+            used: whether this counts as a use of the content for eviction; a spill is none.
 
         Raises:
             StaleMatchError: one of them was given back or handed out again since.
         """
         slots = self._resolve(refs, findable=False)
         hold = self._holds.add(HoldKind.COPY, owner, slots)
-        self._acquire(slots)
+        if used:
+            self._acquire(slots)
+        else:
+            for slot in slots:
+                self._slots.acquire(slot)
         return hold.receipt
 
     def pin(self, owner: str, match: PoolMatch) -> Receipt:

@@ -1,0 +1,1 @@
+"""Cases of `bench/prefix.py` that need a file of their own."""
