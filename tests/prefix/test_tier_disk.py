@@ -223,7 +223,7 @@ def test_a_record_is_revoked_before_its_bytes_are_written_over(tmp_path: Path, s
 
 
 def test_a_manifest_that_cannot_grow_loses_only_the_newest(tmp_path: Path) -> None:
-    placed = fill(tmp_path, range(2))
+    placed = fill(tmp_path, range(12))
     store, _ = open_store(tmp_path, 64)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -237,10 +237,10 @@ def test_a_manifest_that_cannot_grow_loses_only_the_newest(tmp_path: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
-    store.write(with_bytes([PlacedBlock(20, blocks[0])]))
+    store.write(with_bytes([PlacedBlock(60, blocks[0])]))
     store.close()
     store, held = open_store(tmp_path, 64)
-    assert [item.place for item in held] == [item.place for item in placed] + [20]
+    assert [item.place for item in held] == [item.place for item in placed] + [60]
     store.close()
 
 
