@@ -1,5 +1,7 @@
 """The index against a plain walk over sets."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from kv_core.ids import Incarnation, NodeId
 from kv_prefix import limits
 from kv_prefix.errors import HolderLimitError
 from kv_prefix.events import Tier
+from kv_prefix.index_table import BitTable, PlainBitTable, make_bit_table
 from kv_prefix.prefix_index import Holder, HolderMatch, PrefixIndex
 
 HOLDERS = [Holder(NodeId(f"node-{i}"), Incarnation(1)) for i in range(5)]
@@ -50,9 +53,12 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("make_table", [make_bit_table, PlainBitTable])
 @given(OPERATIONS)
-def test_lookups_equal_a_plain_walk_over_sets(operations: list[tuple[str, Holder, Tier, int, int]]) -> None:
-    index, sets = PrefixIndex(), {holder: empty() for holder in HOLDERS}
+def test_lookups_equal_a_plain_walk_over_sets(
+    make_table: Callable[[], BitTable], operations: list[tuple[str, Holder, Tier, int, int]]
+) -> None:
+    index, sets = PrefixIndex(make_table()), {holder: empty() for holder in HOLDERS}
     for operation, holder, tier, first, count in operations:
         blocks = CHAIN[first : first + count]
         if operation == "stored":

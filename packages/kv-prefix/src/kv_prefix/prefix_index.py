@@ -10,19 +10,27 @@ I3: a removed holder is out of every answer at once; its entries are swept out i
     used again before the sweep has ended.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from kv_core.hashing import BlockHash
+import msgspec
+
+from kv_core.hashing import BlockHash, BlockHashes
 from kv_core.ids import Incarnation, NodeId
 from kv_prefix import limits
 from kv_prefix.errors import HolderLimitError
 from kv_prefix.events import Tier
-from kv_prefix.index_table import NUM_SHARDS, BitTable
+from kv_prefix.index_table import NOT_ANSWERED, TIERS, BitTable, make_bit_table, make_ranks
 
-_TIERS = len(Tier)
-_ALL_TIERS = (1 << _TIERS) - 1
+SWEEP_BLOCKS: Final = 4_096
+"""Entries one call to `sweep` looks at: a millisecond or two."""
+
+_TOLD_A_SWEEP: Final = 1_024
+"""Lost blocks that one call to `sweep` remembers: remembering one costs more than sweeping it."""
+
+_LOST_PARTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,8 +41,7 @@ class Holder:
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class HolderMatch:
+class HolderMatch(msgspec.Struct, frozen=True, gc=False):
     """How many blocks from block 0 on, without a hole, a holder has, and in which tier each is best read from.
 
     Attributes:
@@ -57,23 +64,27 @@ class IndexStats:
 
 
 class PrefixIndex:
-    """The cluster's prefix index; one per process that routes or pulls."""
+    """The cluster's prefix index; one per process that routes or pulls.
 
-    def __init__(self) -> None:
-        # A holder's column is four neighbouring bits of every entry, one per tier.
-        self._table = BitTable()
+    Args:
+        table: the memory to use; a compiled one when None and there is one.
+    """
+
+    def __init__(self, table: BitTable | None = None) -> None:
+        # A holder's column is four neighbouring bits, one per tier.
+        self._table = make_bit_table() if table is None else table
         self._column_of: dict[Holder, int] = {}
-        self._holder_of: dict[int, Holder] = {}
+        self._holder_of: list[Holder | None] = []
+        self._ranks = make_ranks(0)
         self._free_columns: list[int] = []
-        self._num_columns = 0
-        # Columns of removed holders: being swept from shard `_next_shard` on, and waiting for the next sweep.
+        # Columns of removed holders: being swept from `_position` on, and waiting for the next sweep.
         self._sweeping: dict[int, Holder] = {}
         self._waiting: dict[int, Holder] = {}
-        self._next_shard = 0
-        self._lost: OrderedDict[bytes, Holder] = OrderedDict()
+        self._position = 0
+        self._lost: deque[dict[bytes, Holder]] = deque(({},), maxlen=_LOST_PARTS)
 
-    def stored(self, holder: Holder, tier: Tier, block_hashes: Sequence[BlockHash]) -> None:
-        """These blocks are in that tier of the holder. Saying it again changes nothing.
+    def stored(self, holder: Holder, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
+        """These blocks are in that tier of the holder. Saying it again changes nothing. Fastest from `BlockHashes`.
 
         Raises:
             HolderLimitError: a new holder, and there is no room for another.
@@ -81,67 +92,73 @@ class PrefixIndex:
         column = self._column_of.get(holder)
         if column is None:
             column = self._add(holder)
-        self._table.set(block_hashes, column * _TIERS + tier)
+        self._table.set(BlockHashes.of(block_hashes).packed, column * TIERS + tier)
 
-    def removed(self, holder: Holder, tier: Tier, block_hashes: Sequence[BlockHash]) -> None:
+    def removed(self, holder: Holder, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
         """These blocks are no longer in that tier of the holder; other tiers and holders keep theirs.
 
         Only `BlockHash.sequence` is looked at.
         """
         column = self._column_of.get(holder)
         if column is not None:
-            self._table.clear(block_hashes, column * _TIERS + tier)
+            self._table.clear(BlockHashes.of(block_hashes).packed, column * TIERS + tier)
 
     def remove_holder(self, holder: Holder) -> None:
         """Drop a holder from every answer at once; call `sweep` until it returns False to get the memory back."""
         column = self._column_of.pop(holder, None)
         if column is None:
             return
-        del self._holder_of[column]
+        self._holder_of[column] = None
+        self._ranks[column] = NOT_ANSWERED
         self._waiting[column] = holder
 
-    def sweep(self, max_blocks: int = 4096) -> bool:
+    def sweep(self, max_blocks: int = SWEEP_BLOCKS) -> bool:
         """Free what removed holders left, looking at about `max_blocks` entries; True while there is more."""
-        looked_at = 0
+        looked_at, told = 0, 0
         while looked_at < max_blocks and (self._sweeping or self._waiting):
             if not self._sweeping:
-                self._sweeping, self._waiting, self._next_shard = self._waiting, {}, 0
-            dead = sum(_ALL_TIERS << column * _TIERS for column in self._sweeping)
-            num_entries, gone = self._table.sweep(self._next_shard, dead)
+                self._sweeping, self._waiting, self._position = self._waiting, {}, 0
+            dead = bytearray(len(self._holder_of))
+            for column in self._sweeping:
+                dead[column] = True
+            following, num_entries, names, columns = self._table.sweep(self._position, dead, _TOLD_A_SWEEP - told)
             looked_at += 1 + num_entries
-            self._next_shard += 1
-            self._remember(gone)
-            if self._next_shard == NUM_SHARDS:
+            told += len(names)
+            self._remember(names, columns)
+            self._position = following
+            if following < 0:
                 self._free_columns += self._sweeping
                 self._sweeping = {}
         return bool(self._sweeping or self._waiting)
 
-    def lookup(self, block_hashes: Sequence[BlockHash]) -> list[HolderMatch]:
-        """Every holder that has block 0, with its unbroken run; deepest first, then by holder."""
-        counts: dict[int, list[int]] = {}
-        for length, bits, alive in self._runs(block_hashes):
-            for column in alive:
-                tiers = bits >> column * _TIERS & _ALL_TIERS
-                fastest = (tiers & -tiers).bit_length() - 1
-                counts.setdefault(column, [0] * _TIERS)[fastest] += length
-        matches = [
-            HolderMatch(self._holder_of[column], sum(by_tier), (by_tier[0], by_tier[1], by_tier[2], by_tier[3]))
-            for column, by_tier in counts.items()
+    def lookup(self, block_hashes: Iterable[BlockHash]) -> list[HolderMatch]:
+        """Every holder that has block 0, with its unbroken run; deepest first, then by holder.
+
+        Fastest from `BlockHashes`.
+        """
+        found = self._table.lookup(BlockHashes.of(block_hashes).packed, self._ranks)
+        holders = self._holder_of
+        return [
+            HolderMatch(holder, num_blocks, by_tier)
+            for column, num_blocks, by_tier in found
+            if (holder := holders[column]) is not None
         ]
-        return sorted(matches, key=lambda match: (-match.num_blocks, match.holder))
 
     def tiers_of(self, block_hash: BlockHash) -> dict[Holder, tuple[Tier, ...]]:
         """Who has this one block, wherever in a prefix it stands."""
-        bits = self._table.get(block_hash)
-        return {
-            holder: tuple(tier for tier in Tier if bits >> (column * _TIERS + tier) & 1)
-            for column, holder in sorted(self._holder_of.items())
-            if bits >> column * _TIERS & _ALL_TIERS
-        }
+        tiers: dict[Holder, list[Tier]] = {}
+        for bit in self._table.get(BlockHashes.of((block_hash,)).packed):
+            holder = self._holder_of[bit // TIERS]
+            if holder is not None:
+                tiers.setdefault(holder, []).append(Tier(bit % TIERS))
+        return {holder: tuple(tiers[holder]) for holder in sorted(tiers)}
 
     def lost_with(self, block_hash: BlockHash) -> Holder | None:
-        """The removed holder that was the last to have this block, if that is remembered (the latest 65,536 are)."""
-        return self._lost.get(block_hash.sequence)
+        """A removed holder that had this block when it was last anywhere, if that is remembered.
+
+        About 65,536 are kept, the latest, and of a holder that had more only a part is.
+        """
+        return next((part[block_hash.sequence] for part in self._lost if block_hash.sequence in part), None)
 
     def holders(self) -> list[Holder]:
         """The holders that are followed, in order."""
@@ -151,42 +168,28 @@ class PrefixIndex:
         """Sizes."""
         return IndexStats(len(self._table), len(self._column_of), len(self._sweeping) + len(self._waiting))
 
+    def nbytes(self) -> int:
+        """Memory of blocks and their holders."""
+        return self._table.nbytes()
+
     def _add(self, holder: Holder) -> int:
         if self._free_columns:
             column = self._free_columns.pop()
-        elif self._num_columns < limits.MAX_HOLDERS:
-            column = self._num_columns
-            self._num_columns += 1
+        elif len(self._holder_of) < limits.MAX_HOLDERS:
+            column = len(self._holder_of)
+            self._holder_of.append(None)
+            self._ranks.append(NOT_ANSWERED)
         else:
             raise HolderLimitError(
-                holder=f"{holder.node}/{holder.incarnation}", held=self._num_columns, limit=limits.MAX_HOLDERS
+                holder=f"{holder.node}/{holder.incarnation}", held=len(self._holder_of), limit=limits.MAX_HOLDERS
             )
         self._column_of[holder], self._holder_of[column] = column, holder
+        for rank, known in enumerate(sorted(self._column_of)):
+            self._ranks[self._column_of[known]] = rank
         return column
 
-    def _remember(self, gone: dict[bytes, int]) -> None:
-        for name, bits in gone.items():
-            self._lost[name] = self._sweeping[((bits & -bits).bit_length() - 1) // _TIERS]
-            self._lost.move_to_end(name)
-        while len(self._lost) > limits.MAX_REMOVAL_RECORDS:
-            self._lost.popitem(last=False)
-
-    def _runs(self, block_hashes: Sequence[BlockHash]) -> list[tuple[int, int, list[int]]]:
-        """The prefix cut where anything changes: (length, bits, columns that had every block so far)."""
-        runs: list[tuple[int, int, list[int]]] = []
-        # Bits of removed holders, not swept yet, may cut a run in two; they are in no run's columns.
-        alive = list(self._holder_of)
-        start, current = 0, -1
-        for block_idx, block_hash in enumerate(block_hashes):
-            bits = self._table.get(block_hash)
-            if bits == current:
-                continue
-            if block_idx:
-                runs.append((block_idx - start, current, alive))
-            alive = [column for column in alive if bits >> column * _TIERS & _ALL_TIERS]
-            start, current = block_idx, bits
-            if not alive:
-                return runs
-        if block_hashes:
-            runs.append((len(block_hashes) - start, current, alive))
-        return runs
+    def _remember(self, names: Sequence[bytes], columns: Sequence[int]) -> None:
+        # In parts, the latest first: a dict that is full and goes on changing stops the loop when it moves.
+        if len(self._lost[0]) >= limits.MAX_REMOVAL_RECORDS // _LOST_PARTS:
+            self._lost.appendleft({})
+        self._lost[0].update((name, self._sweeping[column]) for name, column in zip(names, columns, strict=True))

@@ -1,0 +1,16 @@
+"""Compiles the index table. Without a compiler the package is the same, only slower; see `kv_prefix.index_table`."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kv_prefix._bit_table",
+            ["src/kv_prefix/_bit_table.c"],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

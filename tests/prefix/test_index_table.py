@@ -1,0 +1,169 @@
+"""The compiled table against its plain twin; both against a walk over sets through `test_prefix_index`."""
+
+import importlib
+import random
+import sys
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.block_hashes import BlockHashes
+from kv_core.hashing import BlockHash
+from kv_prefix import index_table
+from kv_prefix.index_table import NOT_ANSWERED, TIERS, BitTable, PlainBitTable, make_bit_table, make_ranks
+
+compiled = pytest.mark.skipif(not index_table.COMPILED, reason="installed without a compiler")
+
+
+def name(i: int) -> BlockHash:
+    """Names that share shard and first probe by the dozen, and a check hash that tells two of one name apart."""
+    return BlockHash(((i % 3) | (i % 5) << 10 | i << 40).to_bytes(8, "little") + i.to_bytes(8, "little"), i)
+
+
+NAMES = [name(i) for i in range(30)]
+RANKS = array("H", [2, 0, NOT_ANSWERED, 1, 3])
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "set", "set", "clear", "sweep", "other check"]),
+        st.integers(0, 5 * TIERS - 1),
+        st.integers(0, 29),
+        st.integers(1, 30),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+def sweep(table: BitTable, dead: bytes | bytearray) -> dict[bytes, int]:
+    gone: dict[bytes, int] = {}
+    position = 0
+    while position >= 0:
+        position, _, names, columns = table.sweep(position, dead, 10_000)
+        gone |= dict(zip(names, columns, strict=True))
+    return gone
+
+
+@compiled
+@given(OPERATIONS)
+def test_the_compiled_table_answers_as_the_plain_one(operations: list[tuple[str, int, int, int]]) -> None:
+    table, twin = make_bit_table(), PlainBitTable()
+    for operation, bit, first, count in operations:
+        packed = BlockHashes.of(NAMES[first : first + count]).packed
+        if operation == "sweep":
+            dead = bytes(column == bit // TIERS for column in range(5))
+            assert sweep(table, dead) == sweep(twin, dead)
+        else:
+            if operation == "other check":
+                operation, packed = "set", BlockHashes.of([BlockHash(NAMES[first].sequence, 99)]).packed
+            getattr(table, operation)(packed, bit)
+            getattr(twin, operation)(packed, bit)
+        assert len(table) == len(twin)
+        for start in (0, first):
+            packed = BlockHashes.of(NAMES[start:]).packed
+            assert table.lookup(packed, RANKS) == twin.lookup(packed, RANKS)
+    for one in NAMES:
+        packed = BlockHashes.of([one]).packed
+        assert table.get(packed) == twin.get(packed)
+    assert table.lookup(b"", RANKS) == []
+
+
+@compiled
+@pytest.mark.parametrize("num_columns", [3, 300])
+def test_tables_agree_while_they_grow_and_shrink_and_give_their_memory_back(num_columns: int) -> None:
+    """Thousands of blocks under hundreds of different sets: shards and sets are resized, freed and used again."""
+    draw = random.Random(num_columns)
+    table, twin = make_bit_table(), PlainBitTable()
+    empty = table.nbytes()
+    names = [BlockHash(draw.randbytes(16), i) for i in range(6_000)]
+    columns = [draw.randrange(num_columns) for _ in range(24)]
+    ranks = array("H", range(num_columns))
+    for _ in range(400):
+        first, count = draw.randrange(len(names)), draw.randrange(1, 120)
+        packed = BlockHashes.of(names[first : first + count]).packed
+        bit = draw.choice(columns) * TIERS + draw.randrange(TIERS)
+        operation = "clear" if draw.random() < 0.35 else "set"
+        getattr(table, operation)(packed, bit)
+        getattr(twin, operation)(packed, bit)
+    for start in range(0, len(names), 40):
+        packed = BlockHashes.of(names[start : start + 80]).packed
+        assert table.lookup(packed, ranks) == twin.lookup(packed, ranks)
+    assert len(table) == len(twin)
+    full = table.nbytes()
+    for column in set(columns):
+        dead = bytearray(num_columns)
+        dead[column] = 1
+        assert sweep(table, dead) == sweep(twin, dead)
+        assert len(table) == len(twin)
+    assert len(table) == 0
+    assert table.nbytes() - empty < (full - empty) / 4
+
+
+@compiled
+def test_every_block_may_have_a_set_of_its_own_and_no_set_outlives_its_blocks() -> None:
+    draw = random.Random(5)
+    table, twin = make_bit_table(), PlainBitTable()
+    packed = [BlockHashes.of([BlockHash(draw.randbytes(16), i)]).packed for i in range(3_000)]
+    after: list[int] = []
+    for _ in range(3):
+        bits_of = [draw.sample(range(96), 6) for _ in packed]
+        for one, bits in zip(packed, bits_of, strict=True):
+            for bit in bits:
+                table.set(one, bit)
+                twin.set(one, bit)
+        assert [table.get(one) for one in packed] == [twin.get(one) for one in packed]
+        for one, bits in zip(packed, bits_of, strict=True):
+            for bit in draw.sample(bits, 6):
+                table.clear(one, bit)
+                twin.clear(one, bit)
+        assert len(table) == len(twin) == 0
+        after.append(table.nbytes())
+    assert after[2] - after[1] < 4_096, "sets are left behind"
+
+
+@compiled
+def test_the_memory_is_a_few_dozen_bytes_a_block_whatever_holds_it() -> None:
+    table = make_bit_table()
+    draw = random.Random(1)
+    names = [BlockHash(draw.randbytes(16), i) for i in range(60_000)]
+    packed = BlockHashes.of(names).packed
+    for column in range(256):
+        table.set(packed, column * TIERS)
+    assert table.nbytes() / len(names) < 70
+
+
+@compiled
+def test_what_is_no_name_bit_or_rank_is_refused() -> None:
+    table = make_bit_table()
+    for packed, bit in ((bytes(19), 0), (bytes(20), -1), (bytes(20), 4_096)):
+        with pytest.raises(ValueError, match="names"):
+            table.set(packed, bit)
+        with pytest.raises(ValueError, match="names"):
+            table.clear(packed, bit)
+    with pytest.raises(ValueError, match="ranks"):
+        table.lookup(bytes(19), make_ranks(1))
+    with pytest.raises(ValueError, match="ranks"):
+        table.lookup(bytes(20), make_ranks(1_025))
+    with pytest.raises(ValueError, match="position"):
+        table.sweep(-1, b"", 0)
+    with pytest.raises(ValueError, match="40 bytes"):
+        table.get(bytes(40))
+    assert len(table) == 0
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module as it is where no compiler was."""
+    monkeypatch.setitem(sys.modules, "kv_prefix._bit_table", None)
+    monkeypatch.delattr("kv_prefix._bit_table", raising=False)
+    importlib.reload(index_table)
+    yield
+    monkeypatch.undo()
+    importlib.reload(index_table)
+
+
+def test_without_a_compiler_the_twin_stands_in(uncompiled: None) -> None:
+    assert not index_table.COMPILED
+    assert type(index_table.make_bit_table()).__name__ == "PlainBitTable"
