@@ -6,13 +6,15 @@ STAMP  := $(VENV)/.setup-stamp
 MEMBERS := packages/kv-core packages/kv-bus packages/kv-consistency packages/kv-prefix packages/kv-transport packages/kv-client services
 # Whatever changes what setup installs or compiles. Python sources are used where they lie.
 INPUTS := constraints.txt requirements-dev.txt requirements-weights.txt \
-	$(MEMBERS:%=%/pyproject.toml) $(wildcard $(MEMBERS:%=%/setup.py)) $(wildcard packages/*/src/*/*.c services/src/*/*.c)
+	$(MEMBERS:%=%/pyproject.toml) $(wildcard $(MEMBERS:%=%/setup.py)) $(wildcard packages/*/src/*/*.[ch] services/src/*/*.[ch])
 PIP    := $(BIN)/pip --quiet --disable-pip-version-check --no-input
 PYTEST_ARGS ?=
+WORKERS     ?= auto
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 SEED        ?= 1
 SEEDS       ?= 1
+KILLS       ?= 100
 
 .DEFAULT_GOAL := help
 
@@ -34,8 +36,8 @@ $(STAMP): $(INPUTS)
 demo: setup ## Start a cluster here, answer chat requests with a real model, prove the tokens
 	@$(BIN)/kvctl demo $(DEMO_ARGS)
 
-test: setup ## Run the whole test suite (PYTEST_ARGS="-k bus")
-	@$(BIN)/pytest $(PYTEST_ARGS)
+test: setup ## Run the whole test suite (PYTEST_ARGS="-k bus" WORKERS=0)
+	@$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: setup ## Lint, format, types, import contracts, links of the documentation
 	@$(BIN)/ruff check .
@@ -50,6 +52,9 @@ bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
+tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
+	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py
+
 docs: setup ## Write the reference pages of the manual from the code, then check every link
 	@$(BIN)/python -m docs.make_reference
 	@$(BIN)/python -m tests.docs_links
@@ -60,4 +65,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench sim docs clean
+.PHONY: help setup demo test check bench sim tiers docs clean

@@ -1,9 +1,34 @@
-"""Settings of every test: properties are judged by what holds, never by how long an example took."""
+"""Settings of every test: properties are judged by what holds, never by how long an example took.
+
+The suite runs in several workers. Tests that start whole clusters, build wheels or run the model share one of them, so
+that they don't starve one another; every other file is a unit of work of its own.
+"""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+HEAVY = ("integration", "packaging", "model")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder whose path leaves room for Unix sockets, which those of pytest and its workers do not."""
+    with tempfile.TemporaryDirectory(prefix="kvt", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest unit of work comes first."""
+    for item in items:
+        heavy = any(item.get_closest_marker(name) for name in HEAVY)
+        item.add_marker(pytest.mark.xdist_group("heavy" if heavy else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in HEAVY))
