@@ -76,16 +76,36 @@ def cluster_file_page() -> str:
         "",
     ]
     for table in root.fields:
-        many = isinstance(_bare(table.type), mi.ListType)
-        lines += [f"## {table.encode_name}", "", *_prose(_table_doc(table.type)), ""]
-        lines += ["```toml", f"[[{table.encode_name}]]" if many else f"[{table.encode_name}]", "```", ""]
-        lines += ["| field | default | expected | meaning |", "|---|---|---|---|"]
-        for field in table_fields(table.type):
-            expected = _cell(describe(field.type))
-            meaning = _cell(field_description(field.type))
-            lines.append(f"| `{field.encode_name}` | {_field_default(field)} | {expected} | {meaning} |")
-        lines.append("")
+        lines += _table(table.encode_name, table.type)
     return "\n".join(lines)
+
+
+def _table(name: str, kind: mi.Type) -> list[str]:
+    """One table of the file, then those within it."""
+    many = isinstance(_bare(kind), mi.ListType)
+    lines = [f"## {name}", "", *_prose(_table_doc(kind)), ""]
+    within = {field.encode_name: inner for field in table_fields(kind) if (inner := _struct_of(field.type))}
+    plain = [field for field in table_fields(kind) if field.encode_name not in within]
+    if plain:
+        lines += ["```toml", f"[[{name}]]" if many else f"[{name}]", "```", ""]
+        lines += ["| field | default | expected | meaning |", "|---|---|---|---|"]
+    for field in plain:
+        expected = _cell(describe(field.type))
+        meaning = _cell(field_description(field.type))
+        lines.append(f"| `{field.encode_name}` | {_field_default(field)} | {expected} | {meaning} |")
+    lines += [""] * bool(plain)
+    for inner_name, inner in within.items():
+        lines += _table(f"{name}.{inner_name}", inner)
+    return lines
+
+
+def _struct_of(kind: mi.Type) -> mi.StructType | None:
+    """The table that a field holds, if it may hold one."""
+    bare = _bare(kind)
+    for one in map(_bare, bare.types) if isinstance(bare, mi.UnionType) else (bare,):
+        if isinstance(one, mi.StructType):
+            return one
+    return None
 
 
 def _table_doc(kind: mi.Type) -> str:

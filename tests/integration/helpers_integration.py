@@ -21,6 +21,7 @@ from kv_services.config import (
     LimitsSection,
     ModelSection,
     TenantConfig,
+    TiersSection,
     TransportSection,
 )
 from kv_services.engine.load import STUB_GEOMETRY
@@ -224,6 +225,7 @@ async def running(
     limits: LimitsSection | None = None,
     tenants: Sequence[TenantConfig] = (),
     operator_keys: Sequence[str] = (),
+    tiers: TiersSection | None = None,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
     with PortReservation() as ports:
@@ -236,6 +238,7 @@ async def running(
             limits=limits or LimitsSection(request_timeout_s=60.0),
             transport=TransportSection(backend=backend),  # type: ignore[arg-type]  # checked by the launcher
             tenants=tenants,
+            tiers=tiers,
             model=MODEL,
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))

@@ -164,6 +164,22 @@ class RoutingSection(_Section, frozen=True, kw_only=True):
     )
 
 
+class DiskTierSection(_Section, frozen=True, kw_only=True):
+    """KV on disk, below each node's memory. Survives restarts; checked by CRC-64 when it is loaded."""
+
+    size: Annotated[Bytes, Meta(description='most bytes of one node, manifest included, as "200 GiB"')]
+    path: Annotated[
+        str,
+        Meta(description="folder, relative to this file, with one below it for each node; empty: in the state folder"),
+    ] = ""
+
+
+class TiersSection(_Section, frozen=True, kw_only=True):
+    """Slower tiers below the memory of nodes that hold KV; none unless they are named."""
+
+    disk: Annotated[DiskTierSection | None, Meta(description="KV on disk")] = None
+
+
 class TenantConfig(_Section, frozen=True, kw_only=True):
     """Who may ask. Tenants never see each other's prefixes. Without any tenant the gateway asks for no key."""
 
@@ -257,6 +273,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     health: HealthSection = HealthSection()
     limits: LimitsSection = LimitsSection()
     routing: RoutingSection = RoutingSection()
+    tiers: TiersSection = TiersSection()
     tenants: list[TenantConfig] = msgspec.field(default_factory=list, name="tenant")
     nodes: Annotated[list[NodeConfig], Meta(min_length=1)] = msgspec.field(name="node")
 
@@ -352,7 +369,11 @@ def parse_config(text: str, *, file: str | Path = "cluster.toml") -> ClusterConf
     cluster = msgspec.structs.replace(cluster, state_dir=str(base / cluster.state_dir))
     if model.path:
         model = msgspec.structs.replace(model, path=str(base / model.path))
-    return msgspec.structs.replace(config, cluster=cluster, model=model)
+    tiers = config.tiers
+    if tiers.disk is not None and tiers.disk.path:
+        disk = msgspec.structs.replace(tiers.disk, path=str(base / tiers.disk.path))
+        tiers = msgspec.structs.replace(tiers, disk=disk)
+    return msgspec.structs.replace(config, cluster=cluster, model=model, tiers=tiers)
 
 
 def check_config(config: ClusterConfig, *, file: str | Path = "cluster.toml") -> None:
@@ -450,7 +471,10 @@ def dump_config(config: ClusterConfig) -> str:
     lines: list[str] = []
     for name, value in msgspec.to_builtins(config).items():
         if isinstance(value, dict):
-            lines += [f"[{name}]", *_assignments(value), ""]
+            below = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
+            lines += [f"[{name}]", *_assignments({k: v for k, v in value.items() if k not in below}), ""]
+            for key, inner in below.items():
+                lines += [f"[{name}.{key}]", *_assignments(inner), ""]
         else:
             for table in value:
                 lines += [f"[[{name}]]", *_assignments(table), ""]

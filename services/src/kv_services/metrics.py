@@ -58,6 +58,14 @@ class Metrics:
         self.transfer_retries = Counter("kv_transfer_retries", "Transfer units posted again", registry=reg)
         self.transfer_failures = Counter("kv_transfer_failures", "Transfers that failed", ["error"], registry=reg)
         self.slots = Gauge("kv_slots", "Slots of the arena by state", ["state"], registry=reg)
+        self.tier_blocks = Counter(
+            "kv_tier_blocks", "Blocks of slower tiers by what happened to them", ["tier", "event"], registry=reg
+        )
+        self.tier_load_seconds = Histogram(
+            "kv_tier_load_seconds", "Duration of loads", ["tier"], buckets=_SECONDS, registry=reg
+        )
+        self.tier_stored = Gauge("kv_tier_stored_blocks", "Blocks that a slower tier holds", ["tier"], registry=reg)
+        self.tier_bytes = Gauge("kv_tier_used_bytes", "Bytes that a slower tier takes", ["tier"], registry=reg)
         self.requests = Counter("kv_requests", "Requests by how they ended", ["outcome"], registry=reg)
         self.request_retries = Counter("kv_request_retries", "Attempts that were followed by another", registry=reg)
         self.running = Gauge("kv_running_requests", "Requests being worked on", registry=reg)

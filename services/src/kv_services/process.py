@@ -5,6 +5,7 @@ them in the reverse one, at SIGTERM or SIGINT, or when a child cannot be kept ru
 """
 
 import asyncio
+import dataclasses
 import logging
 import signal
 import sys
@@ -36,9 +37,10 @@ from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
+from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import Offload, ReplicaService, ReplicaStamper, wait_out
 from kv_services.side_http import SideHttp
-from kv_services.status_report import SlotCounts, StatusReport, encode_status
+from kv_services.status_report import SlotCounts, StatusReport, TierCounts, encode_status
 
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -73,6 +75,7 @@ class Base:
     slots: Callable[[], SlotCounts | None] = lambda: None
     transports: Callable[[], dict[str, str]] = dict
     open_things: Callable[[], dict[str, int]] = dict
+    tiers: Callable[[], dict[str, TierCounts]] = dict
     alerts: Callable[[], list[str]] = list
     ready: bool = False
     draining: bool = field(default=False)
@@ -110,6 +113,7 @@ class Base:
             },
             alerts=[*alerts, *map(str, self.cluster.refused.values())],
             open=self.open_things(),
+            tiers=self.tiers(),
         )
 
     def status_body(self) -> bytes:
@@ -128,6 +132,9 @@ class Base:
             for state in ("free", "cached", "pinned", "quarantined"):
                 metrics.slots.labels(state).set(getattr(slots, state))
             metrics.utilization.set((slots.cached + slots.pinned) / slots.total)
+        for name, tier in self.tiers().items():
+            metrics.tier_stored.labels(name).set(tier.blocks)
+            metrics.tier_bytes.labels(name).set(tier.used_bytes)
         counts: dict[str, int] = {}
         for member in self.cluster.view.members.values():
             counts[member.liveness.value] = counts.get(member.liveness.value, 0) + 1
@@ -183,7 +190,13 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
         )
         return ZmqBus(config_of_bus, registry, stamper=stamper, clock=clock)
 
-    return assemble_base(config, node, clock, LifeFile(config.state_path / "lives", node.id), make_bus)
+    lives = config.state_path / "lives"
+    purges = PurgeFile(lives, node.id).load()
+
+    def make_manager(node_id: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> KvCacheConsistencyManager:
+        return KvCacheConsistencyManager(node_id, incarnation, dataclasses.replace(settings, raises=purges))
+
+    return assemble_base(config, node, clock, LifeFile(lives, node.id), make_bus, make_manager)
 
 
 def assemble_base(

@@ -18,6 +18,32 @@ class SlotCounts(msgspec.Struct, frozen=True):
     quarantined: int = 0
 
 
+class TierCounts(msgspec.Struct, frozen=True):
+    """One slower tier of a node, in blocks.
+
+    Attributes:
+        blocks: that can be loaded.
+        limit: that it may hold now; below its configured size after it met a full medium.
+        used_bytes: taken on the medium.
+        waiting: to be written.
+        spilled, missed, failed: written; evicted before their turn; not written because the medium failed.
+        absent: found damaged, short or gone when they were to be loaded.
+        full: the last write found no room on the medium.
+        choice: the last comparison of loading with computing, in one sentence.
+    """
+
+    blocks: int
+    limit: int
+    used_bytes: int
+    waiting: int = 0
+    spilled: int = 0
+    missed: int = 0
+    failed: int = 0
+    absent: int = 0
+    full: bool = False
+    choice: str = ""
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     """One process, as it sees itself and the others.
 
@@ -28,6 +54,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         incarnation: this life of the process.
         uptime_s: seconds since it started.
         slots: of its arena; none for a role that holds no KV.
+        tiers: its slower tiers by name.
         running: requests being worked on.
         waiting: requests that wait for slots or a turn.
         transports: the transport in use to each peer that KV moved to or from, by the peer's id.
@@ -48,6 +75,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     members: dict[str, str] = {}
     alerts: list[str] = []
     open: dict[str, int] = {}
+    tiers: dict[str, TierCounts] = {}
 
 
 def encode_status(report: StatusReport) -> bytes:

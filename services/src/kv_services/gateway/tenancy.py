@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from kv_core.ids import TenantId
 from kv_services.gateway.errors import AuthenticationError, OpenGatewayError, PermissionDeniedError
+from kv_services.tenants import namespace_salt
 
 OPEN_TENANT: Final = TenantId("default")
 """Whoever asks a gateway without keys."""
@@ -105,15 +106,8 @@ class ApiKeys:
 
 
 def fold_salt(caller: Caller, cache_salt: str | None = None) -> str:
-    """The namespace salt of a request (N3): 32 hexadecimal digits, BLAKE2b over the length-prefixed parts."""
-    digest = hashlib.blake2b(digest_size=16, person=b"kv-tenant-salt")
-    for part in (caller.tenant, caller.salt, cache_salt):
-        if part is None:
-            digest.update(b"\x00")
-        else:
-            raw = part.encode()
-            digest.update(b"\x01" + len(raw).to_bytes(8, "big") + raw)
-    return digest.hexdigest()
+    """The namespace salt of a request (N3): the tenant's mark, then 32 hexadecimal digits (`kv_services.tenants`)."""
+    return namespace_salt(caller.tenant, caller.salt, cache_salt)
 
 
 def is_loopback(host: str) -> bool:

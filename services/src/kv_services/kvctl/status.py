@@ -123,7 +123,8 @@ def as_object(config: ClusterConfig, rows: Sequence[NodeStatus]) -> dict[str, ob
 
 def render(config: ClusterConfig, rows: Sequence[NodeStatus]) -> Group:
     """The table, and below it what is wrong."""
-    table = Table("node", "role", "health", "slots free/cached/pinned", "running", "waiting", "transport", "address")
+    titles = ("node", "role", "health", "slots free/cached/pinned", "tiers", "running", "waiting", "transport")
+    table = Table(*titles, "address")
     for row in rows:
         table.add_row(row.node.id, row.node.role.value, *_cells(row), row.node.http_url)
     notes = [f"{row.node.id}: {alert}" for row in rows if row.report for alert in row.report.alerts]
@@ -132,10 +133,10 @@ def render(config: ClusterConfig, rows: Sequence[NodeStatus]) -> Group:
     return Group(table, *notes, f"{well} of {len(rows)} processes of {config.cluster.name!r} are well")
 
 
-def _cells(row: NodeStatus) -> tuple[str, str, str, str, str]:
+def _cells(row: NodeStatus) -> tuple[str, str, str, str, str, str]:
     report = row.report
     if report is None:
-        return f"[red]{row.problem}[/red]", "", "", "", ""
+        return f"[red]{row.problem}[/red]", "", "", "", "", ""
     colour = _COLOURS[report.state]
     slots = ""
     if report.slots is not None:
@@ -146,7 +147,11 @@ def _cells(row: NodeStatus) -> tuple[str, str, str, str, str]:
     for transport in report.transports.values():
         by_transport[transport] = by_transport.get(transport, 0) + 1
     used = ", ".join(f"{name} to {count}" for name, count in sorted(by_transport.items()))
-    return f"[{colour}]{report.state}[/{colour}]", slots, str(report.running), str(report.waiting), used
+    tiers = ", ".join(
+        f"{name} {tier.blocks} of {tier.limit}{', [red]medium full[/red]' if tier.full else ''}"
+        for name, tier in report.tiers.items()
+    )
+    return f"[{colour}]{report.state}[/{colour}]", slots, tiers, str(report.running), str(report.waiting), used
 
 
 def _disagreements(rows: Sequence[NodeStatus]) -> list[str]:

@@ -13,6 +13,7 @@ from kv_services.config import (
     NodeConfig,
     Role,
     TenantConfig,
+    TiersSection,
     TransportSection,
 )
 from kv_services.launch.ports import PortReservation
@@ -37,6 +38,7 @@ def local_config(
     health: HealthSection | None = None,
     limits: LimitsSection | None = None,
     tenants: Sequence[TenantConfig] = (),
+    tiers: TiersSection | None = None,
 ) -> ClusterConfig:
     """A cluster of that many processes on the reservation's host; ids are `gateway`, `prefill-1`, `decode-1` and so on.
 
@@ -75,5 +77,6 @@ def local_config(
         health=health or HealthSection(),
         limits=limits or LimitsSection(),
         tenants=list(tenants),
+        tiers=tiers or TiersSection(),
         nodes=nodes,
     )

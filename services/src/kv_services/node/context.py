@@ -14,6 +14,8 @@ from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
+from kv_services.node.pull_cost import PullCost
+from kv_services.node.tiers import Tiers
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
 
@@ -43,6 +45,8 @@ class NodeContext:
     replica: ReplicaService
     introductions: Introductions
     metrics: Metrics
+    cost: PullCost
+    tiers: Tiers
 
     @property
     def node_id(self) -> NodeId:
@@ -76,3 +80,4 @@ class NodeContext:
         events = self.pool.take_events()
         if events:
             self.replica.pool_events(events, self.block_size)
+            self.tiers.observe(events)

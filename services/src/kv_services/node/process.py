@@ -39,6 +39,8 @@ from kv_services.node.prefill_events import PrefillEndAsked, PrefillPeerDied, Pr
 from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.pull_cost import PullCost, plan_pull
 from kv_services.node.store import LeaseDesk
+from kv_services.node.tier_setup import open_tiers
+from kv_services.node.tiers import Tiers
 from kv_services.process import Base, keep, model_path
 from kv_services.status_report import SlotCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
@@ -90,7 +92,7 @@ class NodeWork:
         self.ctx = ctx
         self._agent = agent
         self._introducer = introducer
-        self.cost = PullCost(ctx.arena.geometry.block_nbytes, ctx.block_size)
+        self.cost = ctx.cost
         num_slots, limits = ctx.arena.num_slots, base.config.limits
         decode = DecodeMachine(
             ctx.node_id,
@@ -111,6 +113,7 @@ class NodeWork:
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.leases = LeaseDesk(ctx)
+        ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events)
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -147,6 +150,7 @@ class NodeWork:
             self._closed.set()
         await self.decode.close()
         await self.prefill.close()
+        await self.ctx.tiers.close()
         await self._introducer.close()
         self.leases.close()
         await self.ctx.compute.close()
@@ -199,6 +203,7 @@ class NodeWork:
         self.decode.complete(TimePassed(now_ns))
         self.prefill.complete(PrefillTimePassed(now_ns))
         self.leases.expire()
+        self.ctx.tiers.tick()
 
     def _on_end(self, request: Request[EndRequest]) -> Reply:
         message = request.message
@@ -255,6 +260,7 @@ def build(base: Base) -> list[ChildSpec]:
         base.clock,
     )
     work = assemble(base, model, arena, agent, ComputeThread(node.node_id))
+    open_tiers(work.ctx, model.info.weights_revision)
     nbytes = arena.num_slots * geometry.block_nbytes
     _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
     return [
@@ -268,6 +274,8 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     """The roles of one node over that memory and engine; `base` speaks of them from now on."""
     region = agent.register_memory(arena).region
     introducer = Introducer(base.bus, agent, base.cluster, base.clock)
+    pool = BlockPool(arena.num_slots, arena.geometry.block_size, region=region)
+    cost = PullCost(arena.geometry.block_nbytes, arena.geometry.block_size)
     ctx = NodeContext(
         config=base.config,
         node=base.node,
@@ -275,14 +283,17 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
         bus=base.bus,
         arena=arena,
         region=region,
-        pool=BlockPool(arena.num_slots, arena.geometry.block_size, region=region),
+        pool=pool,
         index=base.index,
         transfers=KVCacheTransferEngine(agent),
         compute=compute,
         replica=base.replica,
         introductions=introducer,
         metrics=base.metrics,
+        cost=cost,
+        tiers=Tiers(pool, base.replica, base.clock, arena.num_slots, cost),
     )
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
+    base.tiers = ctx.tiers.counts
     return work

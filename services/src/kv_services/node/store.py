@@ -69,10 +69,12 @@ class LeaseDesk:
         namespace = message.namespace.namespace()
         limit_ns = ctx.config.limits.lease_ms * 1_000_000
         lease_ns = min(message.lease_ns, limit_ns)
+        name = BlockHash(message.sequence, message.check)
+        await ctx.tiers.promote_named(name, request.deadline_ns)
         lease = ctx.pool.lease(
             request.sender,
             namespace.digest,
-            BlockHash(message.sequence, message.check),
+            name,
             message.token_digest,
             until_ns=ctx.clock.monotonic_ns() + lease_ns,
             first_block_idx=message.first_block,

@@ -65,6 +65,7 @@ from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
 from kv_services.metrics import Metrics
+from kv_services.tenants import tenant_scope
 
 TICK_S: Final = 0.1
 NAMESPACES_MAX: Final = 4096
@@ -233,13 +234,35 @@ class ReplicaService:
             scopes = (
                 scope_id("model", namespace.model_id),
                 scope_id("weights", f"{namespace.model_id}@{namespace.weights_revision}"),
-                scope_id("tenant", namespace.salt),
+                tenant_scope(namespace.salt),
             )
             known = NamespaceRef(namespace.digest, namespace.block_size, tuple(sorted(scopes)))
             self._namespaces[namespace.digest] = known
             if len(self._namespaces) > NAMESPACES_MAX:
                 del self._namespaces[next(iter(self._namespaces))]
         return known
+
+    def known(self, digest: bytes, block_size: int) -> NamespaceRef:
+        """A namespace by its digest, with what is remembered of it."""
+        return self._namespaces.get(digest) or NamespaceRef(digest, block_size)
+
+    def namespaces(self) -> list[NamespaceRef]:
+        """The namespaces that are remembered."""
+        return list(self._namespaces.values())
+
+    def claim(self, runs: Sequence[Run]) -> None:
+        """Publish that this node holds these runs, as one update."""
+        self._step(LocalStore(self._now(), tuple(runs)))
+
+    def unclaim(self, removals: Sequence[Removal]) -> None:
+        """Publish that this node does not hold these blocks any more, as one update."""
+        self._step(LocalRemove(self._now(), tuple(removals)))
+
+    def purge(self, scopes: Sequence[bytes]) -> CausalToken:
+        """Make everything below these scopes unreadable, on every node; what is stored later follows the purge."""
+        token = self._within_bound(lambda: self.manager.raise_scopes(scopes, at=self._now()))
+        self._drain()
+        return token
 
     def pool_events(self, events: Sequence[pool_events.PoolEvent], block_size: int) -> None:
         """Publish what the pool stored and removed as claims of this node, in the order it happened."""
@@ -260,7 +283,7 @@ class ReplicaService:
         for event in events:
             if isinstance(event, pool_events.BlocksStored):
                 flush_removed()
-                known = self._namespaces.get(event.namespace) or NamespaceRef(event.namespace, block_size)
+                known = self.known(event.namespace, block_size)
                 runs.append(pack_run(known, Tier.HOST, event.first_block_idx, event.block_hashes))
             else:
                 flush_runs()

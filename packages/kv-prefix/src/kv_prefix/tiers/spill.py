@@ -98,6 +98,10 @@ class SpillQueue:
         known = self._known.get(sequence)
         return None if known is None else BlockHash(sequence, known[1])
 
+    def holds(self, sequence: bytes) -> bool:
+        """Whether the pool holds a block of that sequence hash."""
+        return sequence in self._known
+
     def next_batch(self, max_blocks: int, checks_of: ChecksOf) -> SpillBatch | None:
         """The next blocks to write; None when nothing waits or enough is under way."""
         room = min(max_blocks, self.max_in_flight - self.in_flight)

@@ -1,0 +1,334 @@
+"""The tiers below one node's pool: what goes down, what comes up, what is purged everywhere.
+
+N1: a block is promoted only after its whole prefix was compared (`TierCatalog.match`), and becomes findable in memory
+    only after every byte was checked; a load that failed or was short leaves what came before it.
+N2: a load that does not come back holds its own slots, not its caller: the caller computes.
+N3: a purged namespace is in no tier and not in memory from the next tick on, and is not promoted before that either.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_consistency.update import NamespaceRef, RaiseCount
+from kv_core.block import BlockRef
+from kv_core.clock import Clock
+from kv_core.hashing import BlockHash, hash_tokens
+from kv_core.namespace import Namespace
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.errors import NoSpaceError, StaleMatchError
+from kv_prefix.events import BlocksStored, PoolEvent
+from kv_prefix.pool_types import PoolMatch
+from kv_prefix.tiers.blocks import TierBlock
+from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
+from kv_services.node.pull_cost import PullCost
+from kv_services.node.tier import NodeTier
+from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
+from kv_services.purge_file import PurgeFile
+from kv_services.replica.service import ReplicaService
+from kv_services.status_report import TierCounts
+
+LOAD_TIMEOUT_NS: Final = 2_000_000_000
+"""How long a prompt waits for a load: a disk that answers later is slower than computing."""
+IN_FLIGHT_SHARE: Final = 4
+"""At most one slot in so many is being loaded into."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Blocks to bring up behind `match`, each with the tier to read it from."""
+
+    match: PoolMatch
+    blocks: tuple[tuple[NodeTier, TierBlock], ...]
+
+
+class Tiers:
+    """See the module. Everything on the loop, but for the tiers' own threads.
+
+    Args:
+        cost: what computing takes, as measured.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        replica: ReplicaService,
+        clock: Clock,
+        num_slots: int,
+        cost: PullCost,
+    ) -> None:
+        self._pool = pool
+        self._replica = replica
+        self._clock = clock
+        self._cost = cost
+        self._prepare: Callable[[Sequence[BlockRef]], None] = lambda refs: None
+        self._flush: Callable[[], None] = lambda: None
+        self._most_in_flight = max(1, num_slots // IN_FLIGHT_SHARE)
+        self._in_flight = 0
+        self._ids = itertools.count(1)
+        self._promoting: dict[bytes, asyncio.Future[int]] = {}
+        self._seen: dict[NamespaceRef, int] = {}
+        self._started = False
+        self._keep: Callable[[TierBlock], bool] = lambda block: True
+        self._purge_file: PurgeFile | None = None
+        self._kept: tuple[RaiseCount, ...] = ()
+        self._keeping: asyncio.Future[None] | None = None
+        self.tiers: list[NodeTier] = []
+
+    def attach(self, prepare: Callable[[Sequence[BlockRef]], None], flush: Callable[[], None]) -> None:
+        """Say how the node's slots are used.
+
+        Args:
+            prepare: makes older references to slots void, before anything is written into them.
+            flush: publishes what happened in the pool.
+        """
+        self._prepare, self._flush = prepare, flush
+
+    def add(self, tier: NodeTier) -> None:
+        """Put a tier below those there are."""
+        self.tiers.append(tier)
+
+    def keep_only(self, keep: Callable[[TierBlock], bool]) -> None:
+        """What of the last life's blocks may stay; said before the first tick."""
+        self._keep = keep
+
+    def keep_purges(self, file: PurgeFile) -> None:
+        """Where purges outlive the process; they must, where blocks do."""
+        self._purge_file = file
+        self._kept = self._replica.manager.raises()
+
+    def observe(self, events: Sequence[PoolEvent]) -> None:
+        """The pool stored or removed blocks."""
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self._follow(self._replica.known(event.namespace, self._pool.block_size))
+        for tier in self.tiers:
+            tier.queue.observe(events)
+            tier.pump()
+
+    def scopes_of(self, namespace: bytes) -> tuple[bytes, int]:
+        """What is stored beside a block: by what it can be purged, and how often its namespace was."""
+        ref = self._replica.known(namespace, self._pool.block_size)
+        return b"".join(ref.scopes), self._replica.manager.namespace_epoch(ref)
+
+    def on_events(self, tier: NodeTier, events: Sequence[TierEvent]) -> None:
+        """Publish what a tier gained and lost as claims."""
+        for removed, group in itertools.groupby(events, lambda event: isinstance(event, TierRemoved)):
+            if removed:
+                gone = [event.block for event in group if isinstance(event, TierRemoved)]
+                for removals in packed_removals(tier.tier, gone):
+                    self._replica.unclaim(removals)
+            else:
+                stored = [block for event in group if isinstance(event, TierStored) for block in event.blocks]
+                for block in stored:
+                    self._follow(namespace_of(block, self._pool.block_size), block.epoch)
+                for runs in packed_runs(tier.tier, stored, self._pool.block_size):
+                    self._replica.claim(runs)
+
+    def tick(self) -> None:
+        """Announce what outlived the last life, once peers can hear it; carry out purges; go on spilling."""
+        if not self._started:
+            if not self._replica.manager.ready:
+                return
+            self._start()
+        for namespace, seen in list(self._seen.items()):
+            epoch = self._replica.manager.namespace_epoch(namespace)
+            if epoch > seen:
+                self._seen[namespace] = epoch
+                self._purge(namespace.digest, epoch)
+        self._keep_purges()
+        for tier in self.tiers:
+            tier.pump()
+
+    def _keep_purges(self) -> None:
+        """Put new purges on disk, off the loop; a disk that does not take them is asked again at the next tick."""
+        file = self._purge_file
+        if file is None or (self._keeping is not None and not self._keeping.done()):
+            return
+        rows = self._replica.manager.raises()
+        if rows == self._kept:
+            return
+
+        def ended(saving: "asyncio.Future[None]") -> None:
+            error = None if saving.cancelled() else saving.exception()
+            if error is not None:
+                _log.error("purges not kept cause=%s", error)
+            elif not saving.cancelled():
+                self._kept = rows
+
+        self._keeping = asyncio.get_running_loop().run_in_executor(None, file.save, rows)
+        self._keeping.add_done_callback(ended)
+
+    def _start(self) -> None:
+        self._started = True
+        for tier in self.tiers:
+            tier.start()
+            gone = tier.purge(lambda block: not self._keep(block))
+            stats = tier.catalog.stats()
+            _log.info("tier opened tier=%s blocks=%d limit=%d purged=%d", tier.name, stats.stored, stats.limit, gone)
+
+    def _follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
+        """See to it that purges of this namespace are heard of; `epoch`: those that were followed already."""
+        if namespace not in self._seen:
+            now = self._replica.manager.namespace_epoch(namespace)
+            self._seen[namespace] = now if epoch is None else min(now, epoch)
+
+    def _purge(self, digest: bytes, epoch: int) -> None:
+        count = self._pool.purge(digest)
+        self._flush()
+        below = sum(tier.purge(lambda b: b.namespace == digest and b.epoch < epoch) for tier in self.tiers)
+        _log.info("namespace purged epoch=%d blocks=%d below=%d", epoch, count, below)
+
+    async def promote(self, namespace: Namespace, tokens: bytes, deadline_ns: int) -> int:
+        """Bring up what lies below of a prompt, where that is cheaper than computing it; how many blocks came.
+
+        Args:
+            tokens: the prompt, uint32 little-endian; its last token is always computed.
+        """
+        if not self._started or not any(tier.catalog.stats().stored for tier in self.tiers):
+            return 0
+        names = hash_tokens(namespace, tokens[:-4])
+        plan = self._plan(namespace, names, tokens)
+        if plan is None:
+            return 0
+        return await self._bring_up(plan, deadline_ns)
+
+    async def promote_named(self, block_hash: BlockHash, deadline_ns: int) -> int:
+        """Bring up the prefix that ends in a block, for a reader that will prove that it knows the tokens."""
+        if not self._started or self._pool.prefix(block_hash) is not None:
+            return 0
+        for tier in self.tiers:
+            queue = tier.queue
+            chain = tier.catalog.chain_to(block_hash, queue.holds)
+            if not chain or not all(map(self._is_current, chain)):
+                continue
+            above = queue.in_pool(chain[0].parent) if chain[0].parent else None
+            if chain[0].parent and above is None:
+                continue
+            match = self._pool.prefix(above) if above else PoolMatch(chain[0].namespace, (), (), None, 0)
+            if match is None:
+                continue
+            return await self._bring_up(_Plan(match, tuple((tier, block) for block in chain)), deadline_ns)
+        return 0
+
+    def counts(self) -> dict[str, TierCounts]:
+        """What `/status` says."""
+        return {tier.name: tier.counts() for tier in self.tiers}
+
+    async def close(self) -> None:
+        """Send down what waits and give the media up."""
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping])
+        for tier in self.tiers:
+            await tier.close()
+
+    def _plan(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes) -> _Plan | None:
+        match = self._pool.match(namespace.digest, names, tokens)
+        have = len(match.refs)
+        found: list[tuple[NodeTier, TierBlock]] = []
+        while True:
+            before = len(found)
+            for tier in self.tiers:
+                run = tier.catalog.match(namespace.digest, names, tokens, {}, have + len(found))
+                found += [(tier, block) for block in itertools.takewhile(self._is_current, run)]
+            if len(found) == before:
+                break
+        wanted = self._worth_it(found)
+        return _Plan(match, wanted) if wanted else None
+
+    def _worth_it(self, found: Sequence[tuple[NodeTier, TierBlock]]) -> tuple[tuple[NodeTier, TierBlock], ...]:
+        """The beginning of what was found that is cheaper to load than to compute."""
+        wanted: list[tuple[NodeTier, TierBlock]] = []
+        compute_ns = self._cost.compute_ns_per_token * self._pool.block_size
+        for tier, group in itertools.groupby(found, lambda item: item[0]):
+            run = list(group)
+            choice = tier.cost.choose(len(run), compute_ns)
+            tier.choice = choice.reason
+            wanted += run[: choice.num_blocks]
+            if choice.num_blocks < len(run):
+                break
+        return tuple(wanted[: self._most_in_flight])
+
+    async def _bring_up(self, plan: _Plan, deadline_ns: int) -> int:
+        count, head = len(plan.blocks), plan.blocks[0][1].sequence
+        if head in self._promoting:
+            # The same beginning is on its way up for somebody else.
+            return await self._wait(self._promoting[head], plan, deadline_ns)
+        if self._in_flight + count > self._most_in_flight:
+            _log.info("nothing promoted cause=%d blocks are being loaded already", self._in_flight)
+            return 0
+        try:
+            opened = self._pool.open(
+                f"promotion-{next(self._ids)}", _without_partial(plan.match), count, use_partial=False
+            )
+        except (NoSpaceError, StaleMatchError) as error:
+            _log.info("nothing promoted cause=%s", error)
+            return 0
+        first = len(plan.match.refs)
+        refs = opened.refs[first:]
+        self._flush()
+        self._prepare(refs)
+        self._in_flight += count
+        up = asyncio.get_running_loop().create_task(self._load(plan, refs), name="promotion")
+        self._promoting[head] = up
+
+        def ended(task: "asyncio.Future[int]") -> None:
+            # Also when nobody waits any more: what came is kept, the slots go back.
+            self._promoting.pop(head, None)
+            self._in_flight -= count
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                _log.error("promotion failed cause=%r", error)
+            got = 0 if task.cancelled() or error is not None else task.result()
+            blocks = [block for _, block in plan.blocks[:got]]
+            if blocks and all(map(self._is_current, blocks)):
+                names, raw = [b.block_hash for b in blocks], b"".join([b.tokens for b in blocks])
+                self._pool.commit(opened.table, blocks[0].namespace, first, names, raw)
+            self._pool.release(opened.table)
+            self._flush()
+
+        up.add_done_callback(ended)
+        return await self._wait(up, plan, deadline_ns)
+
+    async def _load(self, plan: _Plan, refs: Sequence[BlockRef]) -> int:
+        """Read every block; how many of the first are whole."""
+        loads = []
+        at = 0
+        for tier, group in itertools.groupby(plan.blocks, lambda item: item[0]):
+            blocks = [block for _, block in group]
+            loads.append((tier.load(blocks, refs[at : at + len(blocks)]), len(blocks)))
+            at += len(blocks)
+        got, whole = 0, True
+        for loading, wanted in loads:
+            # All are awaited: no slot goes back while a thread may write it.
+            count = await loading.done
+            got += count if whole else 0
+            whole = whole and count == wanted
+        return got
+
+    async def _wait(self, up: "asyncio.Future[int]", plan: _Plan, deadline_ns: int) -> int:
+        began_ns = self._clock.monotonic_ns()
+        timeout_ns = min(LOAD_TIMEOUT_NS, deadline_ns - began_ns)
+        try:
+            got = await asyncio.wait_for(asyncio.shield(up), max(0, timeout_ns) / 1e9)
+        except TimeoutError:
+            tier = plan.blocks[0][0]
+            tier.gave_up(len(plan.blocks), self._clock.monotonic_ns() - began_ns)
+            _log.warning("load given up tier=%s blocks=%d: computing instead", tier.name, len(plan.blocks))
+            return 0
+        # The task's own callback, which commits what came, ran before whoever waited for it.
+        return got
+
+    def _is_current(self, block: TierBlock) -> bool:
+        """Whether no purge of its namespace came after it."""
+        namespace = namespace_of(block, self._pool.block_size)
+        return block.epoch >= self._replica.manager.namespace_epoch(namespace)
+
+
+def _without_partial(match: PoolMatch) -> PoolMatch:
+    return PoolMatch(match.namespace, match.block_hashes, match.refs, None, match.num_tokens)

@@ -1,0 +1,81 @@
+"""The disk tier of real nodes: filled, evicted from memory, killed, started again, hit; then damaged."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kv_services.config import DiskTierSection, TiersSection
+from tests.integration.helpers_integration import BLOCK, Fabric, prompt, running, until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+LENGTH = 20 * BLOCK + 1
+COUNT = 4
+NODES = ("prefill-1", "decode-1")
+
+
+async def spilled(fabric: Fabric, node_id: str = "prefill-1") -> int:
+    """Blocks on a node's disk once nothing waits to be written."""
+
+    async def done() -> bool:
+        return (await fabric.status(node_id)).tiers["disk"].waiting == 0
+
+    await until(done)
+    return (await fabric.status(node_id)).tiers["disk"].blocks
+
+
+async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damage_is_computed_again(
+    tmp_path: Path,
+) -> None:
+    tiers = TiersSection(disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")))
+    async with running(slots=48, tiers=tiers) as fabric:
+        first = prompt(1, LENGTH)
+        assert (await fabric.ask(first, COUNT)).is_right(first, COUNT)
+        # Four prompts of 20 blocks each cannot stay in 48 slots.
+        for seed in range(2, 6):
+            other = prompt(seed, LENGTH)
+            assert (await fabric.ask(other, COUNT)).is_right(other, COUNT)
+        for node_id in NODES:
+            assert await spilled(fabric, node_id) >= 5 * 20 - 1
+        answer = await fabric.ask(first, COUNT)
+        assert answer.is_right(first, COUNT) and answer.cached >= 19 * BLOCK
+        await fabric.settle()
+        loaded = [await fabric.metric(node_id, "kv_tier_load_seconds_count") for node_id in NODES]
+        assert sum(loaded) >= 1
+        before = [await spilled(fabric, node_id) for node_id in NODES]
+
+        for node_id in NODES:
+            await fabric.cluster.kill(node_id)
+        await begin_again(fabric)
+        assert [await spilled(fabric, node_id) for node_id in NODES] == before
+        # The gateway hears of what outlived the restart: nothing but ends is computed.
+        for seed in range(1, 6):
+            again = prompt(seed, LENGTH)
+            answer = await fabric.ask(again, COUNT)
+            assert answer.is_right(again, COUNT) and answer.cached >= 19 * BLOCK, answer
+        reports = await fabric.settle()
+        assert all(report.tiers["disk"].absent == 0 for report in reports if report.node in NODES)
+        assert any(report.tiers["disk"].choice.startswith("load: ") for report in reports if report.node in NODES)
+
+        # A bit of every fourth KiB on the disks: some layer of every block.
+        for node_id in NODES:
+            await fabric.cluster.kill(node_id)
+            blocks = tmp_path / "tier" / node_id / "blocks"
+            data = bytearray(blocks.read_bytes())
+            for at in range(100, len(data), 4096):
+                data[at] ^= 4
+            blocks.write_bytes(data)
+        await begin_again(fabric)
+        answer = await fabric.ask(first, COUNT)
+        assert answer.is_right(first, COUNT)
+        reports = await fabric.settle()
+        assert sum(report.tiers["disk"].absent for report in reports if report.node in NODES) >= 1
+
+
+async def begin_again(fabric: Fabric) -> None:
+    """New lives of both nodes, known to everybody."""
+    for node_id in NODES:
+        await fabric.cluster.restart(node_id)
+    names = {node.id for node in fabric.config.nodes}
+    await asyncio.gather(*(fabric.all_alive(name, names - {name}) for name in names))

@@ -1,0 +1,349 @@
+"""A node's tiers over a real pool, arena and replica, with a medium that the test can stop, fail and fill."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kv_consistency.manager import KvCacheConsistencyManager
+from kv_consistency.replica import ReplicaConfig
+from kv_consistency.update import scope_id
+from kv_core.block import BlockGeometry, BlockRef
+from kv_core.clock import SystemClock
+from kv_core.dtypes import DType
+from kv_core.hashing import hash_tokens, token_bytes
+from kv_core.ids import Incarnation, NodeId, RegionId
+from kv_core.namespace import Namespace
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.events import Tier
+from kv_prefix.prefix_index import PrefixIndex
+from kv_prefix.tiers.blocks import PlacedBlock
+from kv_prefix.tiers.catalog import TierCatalog
+from kv_prefix.tiers.cost import TierCost
+from kv_prefix.tiers.errors import TierFullError, TierIOError
+from kv_prefix.tiers.spill import SpillQueue
+from kv_prefix.tiers.store import Cells
+from kv_services.metrics import Metrics
+from kv_services.node import tiers as tiers_module
+from kv_services.node.pull_cost import PullCost
+from kv_services.node.tier import NodeTier
+from kv_services.node.tiers import Tiers
+from kv_services.purge_file import PurgeFile, PurgeFileError
+from kv_services.replica.service import ReplicaService
+from kv_transport import Arena
+
+GEOMETRY = BlockGeometry(num_layers=2, num_kv_heads=1, head_dim=8, dtype=DType.FP16, block_size=4)
+NS = Namespace("model", "weights", salt="mark.rest", dtype=DType.FP16, block_size=4)
+NODE = NodeId("node")
+SLOTS = 16
+
+
+class Life:
+    def keep_clock_bound(self, bound_ns: int) -> None:
+        pass
+
+
+class Medium:
+    """Places in a dict; reads and writes wait for `gate`."""
+
+    num_places = 64
+
+    def __init__(self) -> None:
+        self.places: dict[int, list[bytes]] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.reads = 0
+
+    def write(self, items: Sequence[tuple[PlacedBlock, Cells]], forget: Sequence[int] = ()) -> None:
+        assert self.gate.wait(20)
+        self.forget(forget)
+        if self.error is not None:
+            raise self.error
+        for item, cells in items:
+            self.places[item.place] = [bytes(cell) for cell in cells]
+
+    def forget(self, places: Sequence[int]) -> None:
+        for place in places:
+            self.places.pop(place, None)
+
+    def read(self, items: Sequence[tuple[PlacedBlock, Cells]]) -> list[bool]:
+        self.reads += 1
+        assert self.gate.wait(20)
+        sound = []
+        for item, cells in items:
+            there = self.places.get(item.place)
+            for cell, data in zip(cells, there or (), strict=False):
+                cell[:] = data
+            sound.append(there is not None)
+        return sound
+
+    def clear(self) -> None:
+        self.places.clear()
+
+    def used_bytes(self) -> int:
+        return len(self.places)
+
+    def close(self) -> None:
+        pass
+
+
+class Node:
+    """What `assemble` puts together, without a bus."""
+
+    def __init__(self) -> None:
+        self.clock = SystemClock()
+        self.index = PrefixIndex()
+        self.metrics = Metrics("node", "prefill")
+        manager = KvCacheConsistencyManager(NODE, Incarnation(1))
+        self.replica = ReplicaService(manager, self.clock, self.index, Life(), self.metrics)
+        self.replica.prime()
+        self.replica.know(NS)
+        self.arena = Arena.create(GEOMETRY, SLOTS)
+        self.pool = BlockPool(SLOTS, 4, region=RegionId(1))
+        self.cost = PullCost(GEOMETRY.block_nbytes, 4)
+        self.tiers = Tiers(self.pool, self.replica, self.clock, SLOTS, self.cost)
+        self.tiers.attach(self.prepare, self.flush)
+        self.medium = Medium()
+        queue = SpillQueue(self.pool, TierCatalog(64), 4, self.tiers.scopes_of)
+        cost = TierCost("disk", GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
+        self.disk = NodeTier(
+            Tier.DISK,
+            self.medium,
+            [],
+            queue,
+            self.arena,
+            self.clock,
+            self.metrics,
+            cost,
+            on_events=self.tiers.on_events,
+        )
+        self.tiers.add(self.disk)
+        self.tiers.tick()
+
+    def prepare(self, refs: Sequence[BlockRef]) -> None:
+        for ref in refs:
+            self.arena.raise_generation(ref.slot, ref.generation)
+
+    def flush(self) -> None:
+        events = self.pool.take_events()
+        if events:
+            self.replica.pool_events(events, 4)
+            self.tiers.observe(events)
+
+    def compute(self, tokens: list[int]) -> None:
+        """KV of a prompt's full blocks, each element its token."""
+        names = hash_tokens(NS, tokens)
+        match = self.pool.match(NS.digest, names, [*tokens, 0])
+        first = len(match.refs)
+        opened = self.pool.open("r", match, len(names) - first, use_partial=False)
+        self.flush()
+        self.prepare(opened.refs[first:])
+        for i, ref in enumerate(opened.refs[first:], first):
+            self.arena.array[ref.slot] = tokens[4 * i] % 1000
+            self.arena.seal_block(ref.slot)
+        self.pool.commit(opened.table, NS.digest, first, names[first:], tokens[4 * first :])
+        self.pool.release(opened.table)
+        self.flush()
+
+    def in_memory(self, tokens: list[int]) -> int:
+        """Blocks of a prompt that memory has; each is checked to be the right bytes."""
+        match = self.pool.match(NS.digest, hash_tokens(NS, tokens), [*tokens, 0])
+        for i, ref in enumerate(match.refs):
+            assert self.arena.verify(ref.slot)
+            assert (self.arena.array[ref.slot] == tokens[4 * i] % 1000).all()
+        return len(match.refs)
+
+    async def at_rest(self) -> None:
+        async with asyncio.timeout(20):
+            while len(self.disk.queue) or self.disk.queue.in_flight:  # noqa: ASYNC110 - threads end it
+                await asyncio.sleep(0.005)
+
+    async def promote(self, tokens: list[int]) -> int:
+        return await self.tiers.promote(NS, token_bytes([*tokens, 0]), self.clock.monotonic_ns() + 10**10)
+
+    def tiers_of(self, tokens: list[int]) -> tuple[int, int, int, int]:
+        found = self.index.lookup(hash_tokens(NS, tokens))
+        return found[0].by_tier if found else (0, 0, 0, 0)
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    return [seed * 100 + i for i in range(4 * blocks)]
+
+
+@pytest_asyncio.fixture
+async def node() -> AsyncIterator[Node]:
+    node = Node()
+    yield node
+    node.medium.gate.set()
+    await node.tiers.close()
+    assert not node.pool.holds()
+    node.pool.check()
+    node.arena.close()
+
+
+async def evicted(node: Node) -> list[int]:
+    """A prompt of 4 blocks that is on disk and no more in memory."""
+    tokens = prompt(1, 4)
+    node.compute(tokens)
+    await node.at_rest()
+    for seed in range(2, 6):
+        node.compute(prompt(seed, 4))
+        await node.at_rest()
+    assert node.in_memory(tokens) == 0
+    return tokens
+
+
+async def test_what_was_spilled_comes_back_as_it_was_and_the_index_knows_the_tier(node: Node) -> None:
+    tokens = await evicted(node)
+    assert node.tiers_of(tokens) == (0, 0, 4, 0)
+    assert await node.promote(tokens) == 4
+    assert node.in_memory(tokens) == 4
+    assert node.tiers_of(tokens) == (0, 4, 0, 0)
+    assert "load: 4 blocks" in node.disk.choice
+
+
+async def test_a_read_that_never_returns_is_given_up_and_its_slots_stay_its_own(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = await evicted(node)
+    monkeypatch.setattr(tiers_module, "LOAD_TIMEOUT_NS", 20_000_000)
+    node.medium.gate.clear()
+    assert await node.promote(tokens) == 0
+    # The prompt goes on; what the thread may still write is nobody else's.
+    assert node.pool.stats().pinned == 4
+    assert "timeout" in node.metrics.expose(0).decode()
+    node.medium.gate.set()
+    async with asyncio.timeout(20):
+        while node.pool.stats().pinned:  # noqa: ASYNC110 - a thread ends it
+            await asyncio.sleep(0.005)
+    # It came after all.
+    assert node.in_memory(tokens) == 4
+
+
+async def test_a_short_load_gives_what_came_before_and_the_rest_is_absent(node: Node) -> None:
+    tokens = await evicted(node)
+    block = node.disk.catalog.get(hash_tokens(NS, tokens)[2])
+    assert block is not None
+    (placed,) = node.disk.catalog.begin_load([block])
+    node.disk.catalog.end_load([placed])
+    del node.medium.places[placed.place]
+    assert await node.promote(tokens) == 2
+    assert node.in_memory(tokens) == 2
+    assert node.disk.counts().absent == 1
+    assert node.tiers_of(tokens) == (0, 2, 0, 0)
+
+
+async def test_two_prompts_with_one_beginning_load_it_once(node: Node) -> None:
+    tokens = await evicted(node)
+    before = node.medium.reads
+    assert list(await asyncio.gather(node.promote(tokens), node.promote(tokens))) == [4, 4]
+    assert node.medium.reads == before + 1
+
+
+async def test_a_tier_slower_than_computing_is_left_alone(node: Node) -> None:
+    tokens = await evicted(node)
+    for _ in range(30):
+        node.disk.cost.loaded(10_000, 40_000_000_000)
+    before = node.medium.reads
+    assert await node.promote(tokens) == 0
+    assert node.medium.reads == before and node.disk.choice.startswith("compute: ")
+
+
+async def test_a_medium_that_fails_loses_no_request_and_counts(node: Node) -> None:
+    node.medium.error = TierIOError(where="medium", reason="broken")
+    node.compute(prompt(1, 4))
+    await node.at_rest()
+    assert node.disk.counts().failed == 4 and node.disk.counts().blocks == 0
+    assert node.tiers_of(prompt(1, 4)) == (0, 4, 0, 0)
+    node.medium.error = TierFullError(where="medium", reason="no space")
+    node.compute(prompt(2, 4))
+    await node.at_rest()
+    assert node.disk.counts().full
+    node.medium.error = None
+    node.compute(prompt(3, 4))
+    await node.at_rest()
+    assert not node.disk.counts().full and node.disk.counts().blocks > 0
+
+
+async def test_a_slot_is_not_reused_while_its_block_is_being_written(node: Node) -> None:
+    node.medium.gate.clear()
+    tokens = prompt(1, 4)
+    node.compute(tokens)
+    for seed in range(2, 8):
+        node.compute(prompt(seed, 4))
+    assert node.in_memory(tokens) == 4
+    node.medium.gate.set()
+    await node.at_rest()
+    assert node.disk.catalog.get(hash_tokens(NS, tokens)[0]) is not None
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [NS.digest, scope_id("tenant", "mark"), scope_id("weights", "model@weights"), scope_id("model", "model")],
+    ids=["namespace", "tenant", "weights", "model"],
+)
+async def test_a_purge_empties_memory_and_disk_and_what_comes_later_stays(node: Node, scope: bytes) -> None:
+    tokens = await evicted(node)
+    node.replica.purge([scope])
+    # Before the next tick already nothing of it is promoted.
+    assert await node.promote(tokens) == 0
+    node.tiers.tick()
+    assert node.pool.stats().cached == 0 and node.disk.counts().blocks == 0
+    assert node.tiers_of(tokens) == (0, 0, 0, 0)
+    node.compute(tokens)
+    await node.at_rest()
+    node.tiers.tick()
+    assert node.in_memory(tokens) == 4 and node.disk.counts().blocks == 4
+
+
+async def test_a_purge_during_a_load_leaves_nothing_behind(node: Node) -> None:
+    tokens = await evicted(node)
+    node.medium.gate.clear()
+    load = asyncio.get_running_loop().create_task(node.promote(tokens))
+    await asyncio.sleep(0)
+    node.replica.purge([NS.digest])
+    node.tiers.tick()
+    node.medium.gate.set()
+    await load
+    assert node.in_memory(tokens) == 0 and node.disk.counts().blocks == 0
+
+
+async def test_a_reader_s_lease_brings_a_prefix_up_by_its_name(node: Node) -> None:
+    tokens = await evicted(node)
+    last = hash_tokens(NS, tokens)[-1]
+    assert await node.tiers.promote_named(last, node.clock.monotonic_ns() + 10**10) == 4
+    assert node.pool.prefix(last) is not None
+    assert node.in_memory(tokens) == 4
+
+
+async def test_a_closing_node_writes_what_waits(node: Node) -> None:
+    node.medium.gate.clear()
+    for seed in range(1, 4):
+        node.compute(prompt(seed, 4))
+    asyncio.get_running_loop().call_later(0.05, node.medium.gate.set)
+    await node.tiers.close()
+    assert node.disk.counts().blocks == 12
+
+
+async def test_purges_outlive_the_process_beside_the_blocks(node: Node, tmp_path: Path) -> None:
+    file = PurgeFile(tmp_path, "node")
+    node.tiers.keep_purges(file)
+    node.replica.purge([NS.digest])
+    node.tiers.tick()
+    async with asyncio.timeout(20):
+        while not file.load():  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0.005)
+    settings = ReplicaConfig(raises=file.load())
+    later = ReplicaService(
+        KvCacheConsistencyManager(NODE, Incarnation(2), settings), node.clock, PrefixIndex(), Life(), node.metrics
+    )
+    later.prime()
+    # The next purge exceeds what blocks from before carry.
+    assert later.manager.namespace_epoch(later.know(NS)) == 1
+    (tmp_path / "node.purges").write_bytes(b"\x00" * 40)
+    with pytest.raises(PurgeFileError):
+        file.load()
