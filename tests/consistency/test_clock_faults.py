@@ -126,7 +126,7 @@ def test_a_newcomer_does_not_follow_a_cluster_any_distance() -> None:
     assert {report.peer for report in reports(cluster, "c")} == {"a", "b"}
 
 
-@given(st.integers(0, 4 * SECOND), st.integers(0, 10 * SECOND), st.integers(-250 * MS, 250 * MS))
+@given(st.integers(0, 4 * SECOND), st.integers(SECOND, 10 * SECOND), st.integers(-250 * MS, 250 * MS))
 def test_after_its_wait_a_restarted_node_is_taken_by_peers_at_once(bound: int, wall: int, skew: int) -> None:
     """A peer's wall may differ by half of the tolerance; the wait itself is at most one horizon."""
     bound += wall  # a life ends at most one horizon before its bound, unless it lived ahead of its wall
@@ -137,10 +137,10 @@ def test_after_its_wait_a_restarted_node_is_taken_by_peers_at_once(bound: int, w
     first = restarted.tick(wall + wait)
     if bound - wall > limits.CLOCK_HORIZON_NS + limits.OFFSET_MAX_NS // 2:
         return
-    peer.merge(first, max(0, wall + wait + skew))
+    peer.merge(first, wall + wait + skew)
     if wait:
         with pytest.raises(RemoteClockAheadError):
-            HybridLogicalClock(NodeId("b")).merge(first, max(0, wall + wait - 251 * MS))
+            HybridLogicalClock(NodeId("b")).merge(first, wall + wait - 251 * MS)
 
 
 def test_a_jump_and_a_peer_ahead_are_reported_by_the_stamps_of_envelopes_too() -> None:
@@ -199,3 +199,20 @@ def test_a_jump_does_not_reach_the_bound_on_disk() -> None:
             asked.append(bound)
             manager.step(ClockBoundPersisted(bound))
     assert asked and max(asked) <= 100 * SECOND + 60 * 50 * MS + 2 * SECOND
+
+
+@pytest.mark.parametrize("others_are_right", [True, False])
+def test_a_wall_that_was_slow_is_believed_after_its_jump_when_peers_confirm_it(others_are_right: bool) -> None:
+    """Without that it would never hear its peers again; but it is they who decide, not the wall."""
+    slow, right = 100 * SECOND, 160 * SECOND
+    manager = KvCacheConsistencyManager(NodeId("was_slow"))
+    manager.stamp(Instant(0, slow))
+    for now in range(0, 1500 * MS, 100 * MS):
+        stamp = Timestamp(right + now if others_are_right else slow + now, 0, NodeId("b"))
+        try:
+            manager.follow(stamp, Instant(now, right + now))
+        except RemoteClockAheadError:
+            assert others_are_right and now <= 1000 * MS
+    now = 1500 * MS
+    followed = manager.stamp(Instant(now, right + now)).wall_ns
+    assert followed == (right + now if others_are_right else slow + now)

@@ -148,6 +148,11 @@ class AntiEntropy:
             for peer in self._peers.values()
         )
 
+    def pursues(self, origin: Origin, peer: NodeId) -> bool:
+        """Whether a gap of the origin is open, and that peer is known to be who may fill it."""
+        gap = self._gaps.get(origin)
+        return gap is not None and gap.source == peer
+
     def open_gap(self, origin: Origin, peer: NodeId, now_ns: int) -> None:
         """Something of the origin is missing, and that peer may have it."""
         gap = self._gaps.get(origin)

@@ -89,11 +89,16 @@ class CausalBuffer:
         out: list[Delivery] = []
         taken = 0
         if origin not in self._frozen and not self._pending.get(origin):
-            taken = self._take_ready(origin, updates, out)
+            if len(updates) == 1 and not updates[0].deps and updates[0].n == self._applied.get(origin, 0) + 1:
+                self._applied[origin] = updates[0].n
+                out.append((origin, updates))
+                taken = 1
+            else:
+                taken = self._take_ready(origin, updates, out)
         for update in updates[taken:]:
             self._park(origin, update)
-        woken = self._woken(origin) if out else []
-        if woken or taken < len(updates):
+        woken = self._woken(origin) if out and self._blocked else []
+        if woken or (taken < len(updates) and self._applied.get(origin, 0) + 1 in self._pending.get(origin, ())):
             self._drain([origin, *woken], out)
         return out
 
@@ -221,7 +226,8 @@ class CausalBuffer:
         if update.n in pending:
             self.duplicates += 1
             return
-        self.note_head(origin, update.n)
+        if update.n > self._heads.get(origin, 0):
+            self._heads[origin] = update.n
         for dot in update.deps:
             self.note_head(dot.origin, dot.n)
         nbytes = estimated_nbytes(update)

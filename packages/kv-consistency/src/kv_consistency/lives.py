@@ -31,6 +31,10 @@ class Lives:
             return True
         return origin in self._over
 
+    def is_current(self, origin: Origin) -> bool:
+        """Whether it is the newest life of its node that was heard of, and goes on."""
+        return origin in self._current
+
     def over(self) -> list[Origin]:
         """Lives that are over and not retired, in order."""
         return sorted(self._over)

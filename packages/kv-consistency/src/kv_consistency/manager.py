@@ -160,10 +160,11 @@ class KvCacheConsistencyManager:
         """
         replica = self._replica
         replica.refuse_fenced()
+        if isinstance(event, Received):
+            # Not a case of the match: most events are this one, and matching costs as much as the rest of the way.
+            self._at = event.at
+            return remote.on_received(replica, event)
         match event:
-            case Received(at):
-                self._at = at
-                return remote.on_received(replica, event)
             case LocalStore(at):
                 self._at = at
                 return local.on_store(replica, event)

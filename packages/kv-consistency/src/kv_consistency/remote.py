@@ -4,6 +4,7 @@ from kv_consistency import anti_entropy, limits, local, sync
 from kv_consistency.effects import BroadcastUpdates, Effect, ReportResync, SendTo
 from kv_consistency.errors import (
     ClockBoundReachedError,
+    ClockJumpedError,
     LimitReachedError,
     MalformedUpdateError,
     RemoteClockAheadError,
@@ -36,14 +37,18 @@ _UPKEEP_INTERVAL_NS = 1_000_000_000
 def on_received(replica: Replica, event: Received) -> list[Effect]:
     """A message of a peer."""
     out: list[Effect] = []
+    message = event.message
+    if isinstance(message, UpdateBatch):
+        if message.origin.node != event.peer:
+            raise MalformedUpdateError(what="update batch", peer=event.peer, reason=f"it is of {message.origin}")
+        if event.incarnation not in (None, message.origin.incarnation):
+            return out
+        if not replica.state.lives.is_over(message.origin):
+            _take_updates(replica, event, message.origin, message.updates, message.head, out)
+        return out
     if event.incarnation is not None and replica.state.lives.is_over(Origin(event.peer, event.incarnation)):
         return out
-    match event.message:
-        case UpdateBatch() as batch:
-            if batch.origin.node != event.peer:
-                raise MalformedUpdateError(what="update batch", peer=event.peer, reason=f"it is of {batch.origin}")
-            if not replica.state.lives.is_over(batch.origin):
-                _take_updates(replica, event, batch.origin, batch.updates, batch.head, out)
+    match message:
         case RangeReply() as reply:
             _take_range(replica, event, reply, out)
         case Digest() as digest:
@@ -178,7 +183,8 @@ def _take_updates(
         if not _follow_clock(replica, Timestamp(last.wall_ns, last.logical, origin.node), event.at, out):
             return
     changes = Changes(event.at.now_ns)
-    _meet(replica, origin, changes, out)
+    if not state.lives.is_current(origin):
+        _meet(replica, origin, changes, out)
     deliveries = buffer.offer(origin, updates)
     if deliveries:
         state.apply(deliveries, changes)
@@ -193,14 +199,15 @@ def _take_updates(
 def _pursue(replica: Replica, origin: Origin, peer: NodeId, now_ns: int, head: int) -> None:
     """Something up to `head` of the origin is missing, or waits for what is missing; the peer may have it."""
     buffer, asking = replica.state.buffer, replica.anti_entropy
-    if buffer.available(origin) < head:
+    if not asking.pursues(origin, peer) and buffer.available(origin) < head:
         asking.open_gap(origin, peer, now_ns)
-    seen = {origin}
-    while (dot := buffer.waits_for(origin)) is not None and dot.origin not in seen:
+    dot = buffer.waits_for(origin)
+    seen = None if dot is None else {origin}
+    while dot is not None and seen is not None and dot.origin not in seen:
         # Who issued what depends on it has it.
         asking.open_gap(dot.origin, peer, now_ns)
-        origin = dot.origin
-        seen.add(origin)
+        seen.add(dot.origin)
+        dot = buffer.waits_for(dot.origin)
 
 
 def _take_range(replica: Replica, event: Received, reply: RangeReply, out: list[Effect]) -> None:
@@ -394,7 +401,11 @@ def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Eff
         if joining:
             replica.clock.adopt_floor(stamp, at.wall_ns, replica.config.join_offset_max_ns)
         else:
-            replica.clock.merge(stamp, replica.trusted_wall(at, out))
+            try:
+                replica.clock.merge(stamp, at.wall_ns, at.now_ns)
+                replica.jumped = False
+            except ClockJumpedError as jump:
+                replica.clock.merge(stamp, replica.instead_of_jump(jump, at, out))
     except RemoteClockAheadError as error:
         if joining or replica.ready:
             replica.report_ahead(stamp.node, error, out)
@@ -402,7 +413,8 @@ def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Eff
     except ClockBoundReachedError:
         replica.want_bound(max(stamp.wall_ns, replica.trusted_wall(at, out)), out)
         return False
-    replica.ahead.discard(stamp.node)
+    if replica.ahead:
+        replica.ahead.discard(stamp.node)
     return True
 
 

@@ -166,12 +166,16 @@ class Replica:
         try:
             self.clock.check_jump(at.wall_ns, at.now_ns)
         except ClockJumpedError as error:
-            if not self.jumped:
-                self.jumped = True
-                out.append(ReportClock(error, None))
-            return self.clock.expected_wall_ns(at.now_ns)
+            return self.instead_of_jump(error, at, out)
         self.jumped = False
         return at.wall_ns
+
+    def instead_of_jump(self, error: ClockJumpedError, at: Instant, out: list[Effect]) -> int:
+        """Report a jump, once an episode; what the wall should read."""
+        if not self.jumped:
+            self.jumped = True
+            out.append(ReportClock(error, None))
+        return self.clock.expected_wall_ns(at.now_ns)
 
     def follow(self, stamp: Timestamp, at: Instant, out: list[Effect]) -> Timestamp:
         """Rise above a peer's stamp; one that lies too far ahead is reported once until a right one comes."""
@@ -179,6 +183,9 @@ class Replica:
         try:
             if self._all_are_ahead(at):
                 self.clock.adopt_floor(stamp, wall_ns, self.config.join_offset_max_ns)
+            elif self._wall_is_confirmed(stamp, at):
+                self.clock.accept_wall(at.wall_ns, at.now_ns)
+                self.jumped, wall_ns = False, at.wall_ns
             risen = self.clock.merge(stamp, wall_ns)
         except RemoteClockAheadError as error:
             self.report_ahead(stamp.node, error, out)
@@ -189,6 +196,7 @@ class Replica:
             self.want_bound(max(stamp.wall_ns, wall_ns), out)
             raise
         self.acquainted = True
+        self.stranger_since_ns = None
         self.ahead.discard(stamp.node)
         return risen
 
@@ -199,6 +207,14 @@ class Replica:
         if self.acquainted or self.synced or since_ns is None:
             return False
         return at.now_ns - since_ns >= self.config.reply_timeout_ns
+
+    def _wall_is_confirmed(self, stamp: Timestamp, at: Instant) -> bool:
+        """Whether our wall jumped, nobody's stamps could be followed for a while, and a peer's agrees with the wall:
+        then it was wrong before and is right now, as when a time service corrects a clock that began slow."""
+        since_ns = self.stranger_since_ns
+        if not self.jumped or since_ns is None or at.now_ns - since_ns < self.config.reply_timeout_ns:
+            return False
+        return abs(stamp.wall_ns - at.wall_ns) <= self.config.offset_max_ns
 
     def report_ahead(self, node: NodeId, error: RemoteClockAheadError, out: list[Effect]) -> None:
         """Say that a peer's clock is ahead, once an episode."""
@@ -239,7 +255,8 @@ class Replica:
         """Tell what a step changed: the index, then holders of resources, then those that wait."""
         if changes.claims:
             out.append(ClaimsChanged(tuple(changes.claims)))
-        out += changes.requests
+        if changes.requests:
+            out += changes.requests
         if self.waiters:
             for origin in changes.advanced:
                 for event in self.waiters.advanced(origin, self.state.buffer.applied(origin)):

@@ -32,18 +32,15 @@ from kv_consistency.version_vector import Dot, Origin
 from kv_core.ids import RequestId
 
 
-class Changes:
+class Changes(msgspec.Struct, gc=False):
     """What one step changed: for the index, for whoever holds something for a request, for those that wait."""
 
-    __slots__ = ("advanced", "claims", "now_ns", "purged", "requests", "written")
-
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
-        self.claims: list[ClaimChange] = []
-        self.requests: list[RequestEnded | RequestFenced] = []
-        self.written: dict[RequestId, None] = {}
-        self.advanced: dict[Origin, None] = {}
-        self.purged = False
+    now_ns: int
+    claims: list[ClaimChange] = []
+    requests: list[RequestEnded | RequestFenced] = []
+    written: dict[RequestId, None] = {}
+    advanced: dict[Origin, None] = {}
+    purged: bool = False
 
 
 class State:

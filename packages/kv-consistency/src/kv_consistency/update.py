@@ -234,8 +234,12 @@ ROW_NBYTES: Final = 96
 def estimated_nbytes(update: Update) -> int:
     """Bytes of an update on the wire, from above for names of usual length; for bounds, where encoding would cost
     more than it is worth."""
+    ops = update.ops
+    if len(ops) == 1 and not update.deps and isinstance(op := ops[0], BlocksStored):
+        # By far the most common update, and this is called for every one.
+        return _UPDATE_NBYTES + _OP_NBYTES + len(op.hashes) + len(op.checks)
     total = _UPDATE_NBYTES + _DEP_NBYTES * len(update.deps)
-    for op in update.ops:
+    for op in ops:
         if isinstance(op, BlocksStored):
             total += _OP_NBYTES + len(op.hashes) + len(op.checks)
         elif isinstance(op, BlocksRemoved):

@@ -52,10 +52,15 @@ class UpdateLog:
         if log is None:
             log = self._logs[origin] = _Log(low=updates[0].n)
         assert updates[0].n == log.low + len(log.updates), "a log has no holes"
-        sizes = list(map(estimated_nbytes, updates))
-        added = sum(sizes)
-        log.updates += updates
-        log.sizes += sizes
+        if len(updates) == 1:
+            added = estimated_nbytes(updates[0])
+            log.updates.append(updates[0])
+            log.sizes.append(added)
+        else:
+            sizes = list(map(estimated_nbytes, updates))
+            added = sum(sizes)
+            log.updates += updates
+            log.sizes += sizes
         log.nbytes += added
         self.nbytes += added
         if self.nbytes > self._bytes_max:
