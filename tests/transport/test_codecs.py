@@ -1,5 +1,7 @@
 """Codecs: what comes back, how long it is, what is refused, and which one is chosen."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,12 +11,11 @@ from numpy.typing import NDArray
 from kv_core.block import BlockGeometry
 from kv_core.dtypes import DType
 from kv_core.namespace import EXACT, Fidelity
-from kv_transport import limits
+from kv_transport import casting, limits
+from kv_transport.casting import cast_cell
+from kv_transport.codec_choice import GAIN_MIN, CodecCost, CodecPolicy, LinkMeter, choose_codec
 from kv_transport.codecs import (
-    GAIN_MIN,
     Codec,
-    CodecCost,
-    choose_codec,
     compress,
     decode_cell,
     decompress,
@@ -210,3 +211,78 @@ def test_the_choice_is_never_slower_than_raw_bytes(link: float, costs: list[Code
     else:
         assert times[choice.codec] == pytest.approx(fastest)
         assert times[choice.codec] * GAIN_MIN <= times[Codec.NONE] * 1.000001
+
+
+# The policy of one transfer.
+
+
+def test_the_policy_takes_what_it_knows_and_says_why() -> None:
+    policy = CodecPolicy([Codec.LZ4, Codec.FP8_E4M3])
+    assert policy.pick("shm", False, 1e7, [FP8]) is Codec.NONE
+    assert policy.explain() == "none: shm moves bytes as they are"
+    assert policy.pick("tcp", True, None, [FP8]) is Codec.NONE
+    assert policy.explain() == "none: the rate of tcp is not known yet"
+    assert policy.pick("tcp", True, 0.1e9, [FP8, LZ4]) is Codec.FP8_E4M3
+    assert policy.pick("tcp", True, 9e9, [FP8, LZ4]) is Codec.NONE
+    policy.fall_back(lz4=True)
+    assert policy.pick("tcp", True, 9e9, [FP8, LZ4]) is Codec.LZ4
+    assert policy.explain() == "lz4: another link broke, and tcp stands in for it"
+
+
+def test_what_is_lossy_is_offered_no_lossy_codec() -> None:
+    policy = CodecPolicy(ALL, fidelity=Codec.INT8.fidelity)
+    assert [codec for codec in ALL if policy.allows(codec)] == [Codec.NONE, Codec.LZ4]
+    assert policy.pick("tcp", True, 1e6, [FP8]) is Codec.NONE
+    assert not any(CodecPolicy([]).allows(codec) for codec in ALL if codec is not Codec.NONE)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4 << 20), st.integers(0, 10**6)), min_size=40, max_size=60), st.integers(1, 8))
+def test_the_meter_finds_the_rate_of_a_link_whatever_is_in_flight(units: list[tuple[int, int]], window: int) -> None:
+    """A link of 1 GB/s that works off one unit after the other, each encoded first; pauses do not count."""
+    meter, now, done = LinkMeter(), 0, 0
+    in_flight: list[tuple[int, int]] = []
+    for nbytes, encode_ns in units:
+        meter.posted(now)
+        in_flight.append((nbytes, encode_ns))
+        if len(in_flight) == window:
+            while in_flight:
+                size, encode = in_flight.pop(0)
+                now += size + encode
+                done += size
+                meter.settled(size, encode, now)
+            now += 10**9
+    if done > 2 * (5_000_000 + (4 << 20)):
+        assert meter.rate == pytest.approx(1e9, rel=1e-6)
+
+
+# Casts.
+
+
+def test_a_cast_is_the_nearest_code_under_the_declared_scale_and_back_again() -> None:
+    geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_dim=64, dtype=DType.BF16, block_size=512)
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    for scale in (127, 120, 135):
+        with np.errstate(invalid="ignore"):
+            values = floats(bits)
+        fits = np.isfinite(values) & (np.abs(values) <= 464 * 2.0 ** (scale - 127))
+        cell = np.where(fits, bits, 0).astype(np.uint16)
+        codes = bytearray(len(cell))
+        cast_cell(geometry, memoryview(cell.tobytes()), DType.FP8_E4M3, scale, memoryview(codes))
+        back = bytearray(cell.nbytes)
+        small = dataclasses.replace(geometry, dtype=DType.FP8_E4M3)
+        cast_cell(small, memoryview(codes), DType.BF16, scale, memoryview(back))
+        was, found = floats(cell), floats(np.frombuffer(bytes(back), np.uint16))
+        step = 2.0 ** (scale - 127 - 9)
+        assert (np.abs(found - was) <= np.maximum(np.abs(was) / 16, step / 2)).all()
+        once_more = bytearray(len(cell))
+        cast_cell(geometry, memoryview(back), DType.FP8_E4M3, scale, memoryview(once_more))
+        assert once_more == codes
+        for bad in bits[~fits][:: len(bits[~fits]) // 50]:
+            cell[:] = bad
+            with pytest.raises(CodecFailed, match="fp8_cast: a value is not finite, or beyond"):
+                cast_cell(geometry, memoryview(cell.tobytes()), DType.FP8_E4M3, scale, memoryview(codes))
+
+
+def test_only_what_a_cast_is_defined_between_is_cast() -> None:
+    pairs = [(a, b) for a in DType for b in DType if casting.defined(a, b)]
+    assert pairs == [(DType.BF16, DType.FP8_E4M3), (DType.FP8_E4M3, DType.BF16)]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kv_core.block import BlockGeometry, BlockRef, Layout
-from kv_core.dtypes import DType
 from kv_core.errors import LocalProtocolError
 from kv_core.ids import Generation, RequestId
-from kv_transport import TransferPriority, XferState
+from kv_transport import Arena, TransferPriority, XferState
 from kv_transport.config import TransportName
 from kv_transport.errors import (
     GeometryMismatch,
@@ -19,7 +18,7 @@ from kv_transport.errors import (
     TransferCancelled,
     TransferTimeout,
 )
-from tests.transport.helpers_transport import LARGE, SMALL, config, introduce, node, pair
+from tests.transport.helpers_transport import LARGE, NO_RESERVE, SMALL, pair
 
 REQUEST = RequestId("request-1")
 
@@ -206,24 +205,18 @@ async def test_a_receiver_does_not_wait_for_ever_for_a_sender_that_never_comes(t
         assert receiver.agent.inventory().work == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"block_size": 16}, "block_size"), ({"dtype": DType.FP16}, "dtype"), ({"num_kv_heads": 4}, "num_kv_heads")],
-)
-async def test_forms_that_differ_are_refused_with_both_values(
-    tmp_path: Path, change: dict[str, object], field: str
-) -> None:
-    settings = config("tcp", tmp_path)
-    other = dataclasses.replace(SMALL, **change)  # type: ignore[arg-type]
-    async with node("prefill", settings) as sender, node("decode", settings, geometry=other) as receiver:
-        introduce(sender, receiver)
-        grant = receiver.engine.grant_writes(REQUEST, receiver.blocks(1), seq_start=0, seq_end=8)
-        handover = sender.engine.open_handover(REQUEST, grant)
-        with pytest.raises(GeometryMismatch) as caught:
-            handover.submit(0, sender.filled(1, seed=1))
-        assert caught.value.fields["field"] == field
-        assert caught.value.fields["ours"] != caught.value.fields["theirs"]
-        await handover.cancel()
+async def test_blocks_of_another_arena_than_the_grant_is_for_are_refused_with_both_values(tmp_path: Path) -> None:
+    other = dataclasses.replace(SMALL, block_size=16)
+    async with pair("tcp", tmp_path) as (sender, receiver):
+        with Arena.create(other, 4, budget=NO_RESERVE) as arena:
+            region = sender.agent.register_memory(arena).region
+            grant = receiver.engine.grant_writes(REQUEST, receiver.blocks(1), seq_start=0, seq_end=8)
+            handover = sender.engine.open_handover(REQUEST, grant)
+            with pytest.raises(GeometryMismatch) as caught:
+                handover.submit(0, [BlockRef(region, 0, arena.raise_generation(0))])
+            assert caught.value.fields == {"field": "block_size", "ours": 16, "theirs": 8}
+            await handover.cancel()
+            sender.agent.deregister_memory(region)
 
 
 async def test_a_slot_that_was_reused_is_never_written(transport: TransportName, tmp_path: Path) -> None:

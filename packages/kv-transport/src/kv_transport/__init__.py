@@ -2,6 +2,7 @@
 
 from kv_transport.agent import TransferAgent
 from kv_transport.arena import Arena
+from kv_transport.codecs import Codec
 from kv_transport.config import TransportConfig
 from kv_transport.engine import KVCacheTransferEngine
 from kv_transport.futures import TransferFuture
@@ -27,6 +28,7 @@ __all__ = [
     "AgentMetadata",
     "AgentStats",
     "Arena",
+    "Codec",
     "FallbackToTcp",
     "FullPrefillFallback",
     "Handover",

@@ -25,6 +25,9 @@ from kv_transport.auth import KEY_BYTES, session_key
 from kv_transport.backends.base import Backend, Surroundings
 from kv_transport.backends.memory_network import MemoryNetwork
 from kv_transport.backends.registry import make_backends
+from kv_transport.codec_choice import CodecPolicy
+from kv_transport.codec_rates import CodecRates
+from kv_transport.codecs import Codec
 from kv_transport.config import TransportConfig
 from kv_transport.errors import (
     AgentClosed,
@@ -102,6 +105,7 @@ class TransferAgent:
             ledger=self.ledger,
             on_note=self._deliver,
             spawn=self._spawn,
+            codec_rates=CodecRates(self.clock),
         )
         self._backends = make_backends(self._around, self._host_id, self._network)
         try:
@@ -361,6 +365,7 @@ class TransferAgent:
         layers: range,
         total_bytes: int,
         regions: set[int],
+        policy: CodecPolicy | None = None,
     ) -> Flow:
         """A flow that keeps these regions of ours registered while it runs, and is counted when it ends."""
         for region in regions:
@@ -381,6 +386,7 @@ class TransferAgent:
                 ticket=ticket,
                 layers=layers,
                 total_bytes=total_bytes,
+                policy=policy or CodecPolicy([Codec.LZ4], wanted=self.wanted_codec([Codec.LZ4])),
                 on_release=release,
             )
         except BaseException:
@@ -389,6 +395,13 @@ class TransferAgent:
             raise
         ended.append(flow)
         return flow
+
+    def wanted_codec(self, accepted: Sequence[Codec]) -> Codec | None:
+        """What the configuration asks for, as far as the other side accepts it; None leaves it to the figures."""
+        if self.config.codec == "auto":
+            return None
+        codec = Codec(self.config.codec)
+        return codec if codec in accepted or codec is Codec.NONE else None
 
     # Inside.
 

@@ -83,8 +83,10 @@ class Arena(ArenaView):
 
     _alive: ClassVar["weakref.WeakSet[Arena]"] = weakref.WeakSet()
 
-    def __init__(self, fd: int, memory: mmap.mmap, shape: ArenaLayout, name: str) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, shape: ArenaLayout, name: str, fp8_scale: int = 127) -> None:
         super().__init__(memory, shape)
+        self.fp8_scale: Final = fp8_scale
+        """What the codes of an FP8 arena are worth: times 2 ** (fp8_scale - 127)."""
         self.name: Final = name
         self._fd = fd
         self._array = self._whole()
@@ -100,6 +102,7 @@ class Arena(ArenaView):
         name: str = "kv-arena",
         budget: MemoryBudget | None = None,
         prefault: bool = False,
+        fp8_scale: int = 127,
     ) -> Self:
         """Allocate an arena; its pages are taken when first written, or now with `prefault`.
 
@@ -108,6 +111,8 @@ class Arena(ArenaView):
             InvalidDescriptor: the numbers cannot be.
         """
         shape = ArenaLayout(geometry=geometry, num_slots=num_slots, layout=layout)
+        if not 1 <= fp8_scale <= 247:
+            raise InvalidDescriptor(what="fp8_scale", value=fp8_scale, reason="1 to 247")
         promised = sum(arena.untouched_nbytes() for arena in list(cls._alive))
         (budget or MemoryBudget()).require(shape.total_nbytes, promised)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -122,7 +127,7 @@ class Arena(ArenaView):
             raise
         header = shape.pack()
         memory[: len(header)] = header
-        return cls(fd, memory, shape, name)
+        return cls(fd, memory, shape, name, fp8_scale)
 
     @property
     def geometry(self) -> BlockGeometry:

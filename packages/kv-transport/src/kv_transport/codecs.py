@@ -1,4 +1,4 @@
-"""Fewer bytes for slow links: what a codec makes of cells, and which one is worth its time. Pure.
+"""Fewer bytes for slow links: what a codec makes of cells. Which one is worth its time: `codec_choice`. Pure.
 
 | codec | for | bytes of bf16 | what comes back |
 |---|---|---|---|
@@ -15,8 +15,6 @@ it once more changes nothing. C2: an encoded cell has a length that codec and ge
 of LZ4 that says how long it becomes. C3: what cannot be encoded (not finite, does not shrink) is said, never guessed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, cast
 
@@ -28,7 +26,7 @@ from kv_core.block import BlockGeometry
 from kv_core.dtypes import DType
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import kernels, limits
-from kv_transport.errors import CodecFailed, GeometryMismatch
+from kv_transport.errors import CodecFailed, FrameRefused, GeometryMismatch
 
 LZ4_WORTH: Final = 0.95
 """A unit that LZ4 leaves longer than this part of itself goes raw."""
@@ -43,10 +41,17 @@ class Codec(Enum):
     LZ4 = "lz4"
     FP8_E4M3 = "fp8_e4m3"
     INT8 = "int8"
+    FP8_CAST = "fp8_cast"
+    """No form on a wire: the two arenas hold different element types, and values are cast (`casting`)."""
 
     @property
     def lossless(self) -> bool:
         return self in (Codec.NONE, Codec.LZ4)
+
+    @property
+    def on_wire(self) -> bool:
+        """Whether a unit can be written so."""
+        return self is not Codec.FP8_CAST
 
     @property
     def fidelity(self) -> Fidelity:
@@ -56,7 +61,7 @@ class Codec(Enum):
 
 def require_form(codec: Codec, geometry: BlockGeometry) -> None:
     """Raise `GeometryMismatch` for a lossy codec over anything but bf16."""
-    if not codec.lossless and geometry.dtype is not DType.BF16:
+    if codec.on_wire and not codec.lossless and geometry.dtype is not DType.BF16:
         raise GeometryMismatch(field=f"dtype for {codec.value}", ours=DType.BF16.value, theirs=geometry.dtype.value)
 
 
@@ -69,7 +74,7 @@ def encoded_cell_nbytes(codec: Codec, geometry: BlockGeometry) -> int:
         case Codec.INT8:
             tokens = geometry.num_kv_heads * geometry.block_size * (geometry.num_planes - 1)
             return geometry.slot_layer_nbytes // 2 + _channels(geometry) + tokens
-        case Codec.NONE | Codec.LZ4:
+        case Codec.NONE | Codec.LZ4 | Codec.FP8_CAST:
             return geometry.slot_layer_nbytes
 
 
@@ -95,7 +100,7 @@ def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview) -> byte
             if geometry.num_planes > 1:
                 parts.append(_int8(values[heads:], codes[heads:], axis=2))
             return b"".join(parts) + codes.tobytes()
-        case Codec.NONE | Codec.LZ4:
+        case Codec.NONE | Codec.LZ4 | Codec.FP8_CAST:
             raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
 
 
@@ -124,7 +129,7 @@ def decode_cell(codec: Codec, geometry: BlockGeometry, data: memoryview | bytes,
             if geometry.num_planes > 1:
                 per_token = raw[channels : len(raw) - out.size].reshape(heads, geometry.block_size, 1)
                 _from_int8(codes[heads:], per_token, out[heads:])
-        case Codec.NONE | Codec.LZ4:
+        case Codec.NONE | Codec.LZ4 | Codec.FP8_CAST:
             raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
 
 
@@ -149,6 +154,24 @@ def decompress(data: bytes | memoryview, nbytes: int) -> bytes:
     if len(unit) != nbytes:
         raise CodecFailed(codec="lz4", reason=f"{len(unit)} bytes instead of {nbytes}")
     return unit
+
+
+def wire_codec(name: str, peer: str) -> Codec:
+    """The codec that a frame names. Raises `FrameRefused` for one that nothing is written with."""
+    if not name:
+        return Codec.NONE
+    try:
+        codec = Codec(name)
+    except ValueError:
+        raise FrameRefused(peer=peer, reason=f"unknown codec {name!r}") from None
+    if codec is Codec.NONE or not codec.on_wire:
+        raise FrameRefused(peer=peer, reason=f"{name} is no form on a wire")
+    return codec
+
+
+def codec_name(codec: Codec) -> str:
+    """As frames carry it: empty for raw bytes."""
+    return "" if codec is Codec.NONE else codec.value
 
 
 def _channels(geometry: BlockGeometry) -> int:
@@ -178,70 +201,3 @@ def _from_int8(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray
     floats = np.ldexp(codes.view(np.int8).astype(np.float32), scales.astype(np.int32) - 127)
     bits = floats.view(np.uint32)
     out[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-
-
-# Which one is worth it.
-
-
-@dataclass(frozen=True, slots=True)
-class CodecCost:
-    """What a codec was measured to do on this machine and this kind of data.
-
-    Attributes:
-        ratio: bytes on the wire for each byte of KV.
-        encode_rate, decode_rate: bytes of KV a second, at both ends.
-    """
-
-    codec: Codec
-    ratio: float
-    encode_rate: float
-    decode_rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class CodecChoice:
-    """The codec to use, and how every candidate would have done.
-
-    Attributes:
-        rates: candidate -> KV bytes a second end to end.
-        limits: candidate -> what limits it: `encode`, `link` or `decode`.
-    """
-
-    codec: Codec
-    link_rate: float
-    rates: dict[Codec, float]
-    limits: dict[Codec, str]
-
-    def explain(self) -> str:
-        """Why, in one line for an operator."""
-        rivals = ", ".join(
-            f"{codec.value} {rate / 1e9:.2f} GB/s (limited by {self.limits[codec]})"
-            for codec, rate in sorted(self.rates.items(), key=lambda item: -item[1])
-        )
-        return f"{self.codec.value} over a link of {self.link_rate / 1e9:.2f} GB/s: {rivals}"
-
-
-GAIN_MIN: Final = 1.1
-"""A codec must promise this much more than raw bytes: figures are estimates, and raw bytes cost no processor."""
-
-
-def choose_codec(link_rate: float, costs: Sequence[CodecCost], allowed: Sequence[Codec]) -> CodecChoice:
-    """The codec that moves most KV a second. The stages overlap, so each is as fast as its slowest stage.
-
-    A lossy codec is chosen only when the link is what limits raw bytes, as for every codec, and when it is allowed.
-
-    Args:
-        link_rate: bytes a second that the link was measured to carry, above 0.
-        costs: measured codecs; raw bytes need none.
-        allowed: what both sides accept.
-    """
-    rates, bounds = {Codec.NONE: link_rate}, {Codec.NONE: "link"}
-    for cost in costs:
-        if cost.codec in allowed and cost.codec is not Codec.NONE:
-            stages = {"encode": cost.encode_rate, "link": link_rate / cost.ratio, "decode": cost.decode_rate}
-            slowest = min(stages, key=lambda name: stages[name])
-            rates[cost.codec], bounds[cost.codec] = stages[slowest], slowest
-    best = max(rates, key=lambda codec: (rates[codec], codec.lossless))
-    if rates[best] < GAIN_MIN * link_rate:
-        best = Codec.NONE
-    return CodecChoice(best, link_rate, rates, bounds)

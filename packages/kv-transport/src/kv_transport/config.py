@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kv_transport import limits
 from kv_transport.errors import InvalidDescriptor
 
 TransportName = Literal["auto", "shm", "tcp", "ucx", "memory"]
+CodecName = Literal["auto", "none", "lz4", "fp8_e4m3", "int8"]
 
 _MS = 1_000_000
 
@@ -34,6 +35,7 @@ class TransportConfig:
         resume_grace_ms: how long a receiver waits for a live writer to come back by another link.
         fence_timeout_ms: how long a fence may take before the slots go to quarantine.
         quarantine_slots_max: per peer; at the cap it is offered tcp only.
+        codec: how KV is written over a network, where the peer accepts it; `auto` leaves it to measured rates.
     """
 
     transport: TransportName = "auto"
@@ -53,6 +55,7 @@ class TransportConfig:
     resume_grace_ms: int = 300
     fence_timeout_ms: int = 1_000
     quarantine_slots_max: int = limits.QUARANTINE_SLOTS_MAX
+    codec: CodecName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("tcp_streams", "io_threads", "copy_threads", "window_size"):
@@ -65,6 +68,8 @@ class TransportConfig:
             value = getattr(self, name)
             if name.endswith("_ms") and not 1 <= value <= 3_600_000:
                 raise InvalidDescriptor(what=name, value=value, reason="1 ms to 1 hour")
+        if self.codec not in get_args(CodecName):
+            raise InvalidDescriptor(what="codec", value=self.codec, reason=f"one of {', '.join(get_args(CodecName))}")
         if self.silence_timeout_ms < 2 * self.heartbeat_ms:
             raise InvalidDescriptor(
                 what="silence_timeout_ms", value=self.silence_timeout_ms, reason="at least two heartbeats"

@@ -12,17 +12,24 @@ from functools import partial
 from typing import Final
 
 from kv_core.block import BlockRef, KVCacheBlock, MemoryAddress, RegionOffset
+from kv_core.dtypes import DType
 from kv_core.ids import NodeId, RegionId, RequestId
+from kv_core.namespace import EXACT, Fidelity
 from kv_transport.agent import TransferAgent
 from kv_transport.arena import Arena
-from kv_transport.errors import AgentClosed, GrantRefused, InvalidDescriptor, StaleIncarnation
+from kv_transport.codec_choice import CodecPolicy
+from kv_transport.codecs import Codec
+from kv_transport.errors import AgentClosed, GeometryMismatch, GrantRefused, InvalidDescriptor, StaleIncarnation
 from kv_transport.futures import TransferFuture
-from kv_transport.handover import Handover, check_forms, local_arena, ticket_units
+from kv_transport.handover import Handover, check_forms, local_arena, require_fit, ticket_units
 from kv_transport.inbound import Inbound
 from kv_transport.ledger import new_ticket
 from kv_transport.peers import Peer
 from kv_transport.tickets import KVForm, ReadGrant, WriteGrant
 from kv_transport.types import TransferPriority, XferOp
+
+LOSSLESS: Final = (Codec.LZ4,)
+"""Codecs that are accepted unless told otherwise: what comes back is the same bytes."""
 
 
 class KVCacheTransferEngine:
@@ -45,11 +52,16 @@ class KVCacheTransferEngine:
         seq_end: int,
         layers: tuple[int, int] | None = None,
         writer: NodeId | None = None,
+        accept: Sequence[Codec] = LOSSLESS,
     ) -> WriteGrant:
         """Let a peer write these blocks (all of one registered arena, generations already raised).
 
         They hold tokens `[seq_start, seq_end)`, `block_size` each. The slots belong to the grant from now on: they
         are free again when `Inbound.released()` returns.
+
+        Args:
+            accept: codecs that the sender may use besides raw bytes. With a lossy one `Inbound.fidelity` says what the
+                blocks may be published as.
 
         Raises:
             InvalidDescriptor, StaleGeneration: the blocks or numbers cannot be.
@@ -70,10 +82,11 @@ class KVCacheTransferEngine:
             layer_end=last,
             seq_start=seq_start,
             seq_end=seq_end,
-            form=KVForm.of(arena.geometry, arena.layout),
+            form=KVForm.of(arena.geometry, arena.layout, arena.fp8_scale),
             num_slots=arena.num_slots,
             transports=self._offered(writer, len(blocks)),
             writer=writer or "",
+            codecs=[codec.value for codec in accept if codec is not Codec.NONE],
         )
         entry = self.agent.ledger.issue(grant, arena)
         agent = self.agent
@@ -101,11 +114,22 @@ class KVCacheTransferEngine:
     # The sender's side of a hand-over.
 
     def open_handover(
-        self, request_id: RequestId, grant: WriteGrant, priority: TransferPriority = TransferPriority.HIGH
+        self,
+        request_id: RequestId,
+        grant: WriteGrant,
+        priority: TransferPriority = TransferPriority.HIGH,
+        *,
+        codec: Codec | None = None,
+        fidelity: Fidelity = EXACT,
     ) -> Handover:
         """Start sending under a grant; connects and announces itself at once. Feed it with `Handover.submit`.
 
+        Args:
+            codec: take this one where the transport encodes at all; None leaves it to configuration and figures.
+            fidelity: of the blocks; what is not exact is never made lossy again.
+
         Raises:
+            GeometryMismatch: none of our arenas holds such blocks, or the receiver does not accept the codec.
             UnknownPeer, StaleIncarnation: the receiver was not introduced, or has restarted since.
             GrantRefused: the grant is for another request.
         """
@@ -113,6 +137,8 @@ class KVCacheTransferEngine:
         if grant.request_id != request_id:
             raise GrantRefused(ticket=grant.ticket, reason=f"it is for {grant.request_id}, not {request_id}")
         agent = self.agent
+        cast = require_fit(agent.regions, grant)
+        policy = self._policy(grant.codecs, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
         held: set[int] = set()
         flow = agent.start_flow(
             self._peer_of(grant),
@@ -123,8 +149,9 @@ class KVCacheTransferEngine:
             layers=range(grant.layer_start, grant.layer_end),
             total_bytes=grant.total_bytes,
             regions=held,
+            policy=policy,
         )
-        return Handover(flow, grant, agent.regions, held, agent.poster, agent.config.unit_bytes)
+        return Handover(flow, grant, agent.regions, held, agent.poster, agent.config.unit_bytes, cast=cast)
 
     def add_grant(self, grant: WriteGrant) -> None:
         """Keep a grant for `transfer_for_decode`, which names only request and node."""
@@ -136,6 +163,9 @@ class KVCacheTransferEngine:
         kv_blocks: Sequence[KVCacheBlock],
         remote_node_id: NodeId,
         priority: TransferPriority = TransferPriority.HIGH,
+        *,
+        codec: Codec | None = None,
+        fidelity: Fidelity = EXACT,
     ) -> TransferFuture:
         """Send complete blocks to the decode node under the grant given to `add_grant`.
 
@@ -147,7 +177,7 @@ class KVCacheTransferEngine:
         if grant is None:
             raise GrantRefused(ticket=0, reason=f"no grant of {remote_node_id} for {request_id} was added")
         pieces = self._pieces(kv_blocks, grant)
-        handover = self.open_handover(request_id, grant, priority)
+        handover = self.open_handover(request_id, grant, priority, codec=codec, fidelity=fidelity)
         for layer in sorted(pieces):
             refs = pieces[layer]
             for start, end in _runs(sorted(refs)):
@@ -165,8 +195,11 @@ class KVCacheTransferEngine:
         seq_end: int,
         lease_ms: int,
         layers: tuple[int, int] | None = None,
+        fidelity: Fidelity = EXACT,
     ) -> ReadGrant:
         """Let a peer read these sealed blocks for `lease_ms`. Pin them for at least as long.
+
+        `fidelity` is that of the blocks; what is not exact is never made lossy again.
 
         Raises:
             InvalidDescriptor, StaleGeneration: the blocks or numbers cannot be, or a block is not sealed.
@@ -189,10 +222,12 @@ class KVCacheTransferEngine:
                 layer_end=last,
                 seq_start=seq_start,
                 seq_end=seq_end,
-                form=KVForm.of(arena.geometry, arena.layout),
+                form=KVForm.of(arena.geometry, arena.layout, arena.fp8_scale),
                 num_slots=arena.num_slots,
                 lease_index=lease_index,
                 lease_ms=lease_ms,
+                codecs=_writable(arena, fidelity),
+                fidelity=str(fidelity),
             )
 
         return self.agent.leases.grant(arena, draft)
@@ -212,10 +247,16 @@ class KVCacheTransferEngine:
         priority: TransferPriority = TransferPriority.HIGH,
         *,
         layers: tuple[int, int] | None = None,
+        accept: Sequence[Codec] = LOSSLESS,
+        codec: Codec | None = None,
     ) -> TransferFuture:
         """Read leased blocks into our own (one per position, generations already raised); shallow layers first.
 
         Verified cells carry their checksums in our arena, so the blocks can be leased or handed over again.
+
+        Args:
+            accept: codecs that may be used besides raw bytes; `TransferFuture.fidelity` says what it came to.
+            codec: take this one where the transport encodes at all; None leaves it to configuration and figures.
 
         Raises:
             InvalidDescriptor, StaleGeneration, GeometryMismatch: these blocks cannot take it.
@@ -223,7 +264,13 @@ class KVCacheTransferEngine:
         """
         self._require_open()
         arena = local_arena(self.agent.regions, into)
-        check_forms(KVForm.of(arena.geometry, arena.layout), read_grant.form)
+        accepted = [one.value for one in accept]
+        cast = check_forms(KVForm.of(arena.geometry, arena.layout, arena.fp8_scale), read_grant.form, accepted)
+        fidelity = Fidelity.parse(read_grant.fidelity)
+        if not fidelity.is_exact and fidelity.codec not in accepted:
+            raise GeometryMismatch(field="fidelity", ours=", ".join(["exact", *accepted]), theirs=read_grant.fidelity)
+        both = [name for name in read_grant.codecs if name in accepted]
+        policy = self._policy(both, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
         if len(into) != read_grant.num_positions:
             raise InvalidDescriptor(
                 what="blocks", value=len(into), reason=f"the lease has {read_grant.num_positions} positions"
@@ -239,8 +286,9 @@ class KVCacheTransferEngine:
             priority=priority,
             ticket=read_grant,
             layers=range(first, last),
-            total_bytes=(last - first) * len(into) * arena.shape.cell_nbytes,
+            total_bytes=(last - first) * len(into) * read_grant.form.geometry().slot_layer_nbytes,
             regions={int(into[0].region)},
+            policy=policy,
         )
         unit_bytes = agent.config.unit_bytes
         for layer in range(first, last):
@@ -261,6 +309,18 @@ class KVCacheTransferEngine:
         await asyncio.gather(*(inbound.settled() for inbound in inbounds))
 
     # Inside.
+
+    def _policy(self, accepted: Sequence[str], codec: Codec | None, fidelity: Fidelity) -> CodecPolicy:
+        """Raises `GeometryMismatch` when the codec asked for is not accepted."""
+        codecs = [one for one in Codec if one.value in accepted]
+        wanted = codec if codec is not None else self.agent.wanted_codec(codecs)
+        policy = CodecPolicy(
+            codecs, wanted if wanted is None or fidelity.is_exact or wanted.lossless else None, fidelity
+        )
+        if codec is not None and not policy.allows(codec):
+            theirs = ", ".join(["none", *accepted]) if fidelity.is_exact else f"{fidelity} already"
+            raise GeometryMismatch(field="codec", ours=codec.value, theirs=theirs)
+        return policy
 
     def _forget_if_taken(self, inbound: Inbound) -> None:
         if inbound.taken:
@@ -317,6 +377,12 @@ class KVCacheTransferEngine:
                         if 0 <= offset < found.nbytes:
                             return found.region, found.memory, offset
         raise InvalidDescriptor(what="address", value=str(block.location), reason="it is in no registered arena")
+
+
+def _writable(arena: Arena, fidelity: Fidelity) -> list[str]:
+    """What its blocks can be written with."""
+    lossy = [Codec.FP8_E4M3, Codec.INT8] if arena.geometry.dtype is DType.BF16 and fidelity.is_exact else []
+    return [codec.value for codec in (Codec.LZ4, *lossy)]
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,8 +11,11 @@ from typing import Final, Protocol
 
 from kv_core.clock import Clock
 from kv_core.errors import KVError
+from kv_core.namespace import Fidelity
 from kv_transport import transfer_state as ts
 from kv_transport.backends.base import Link
+from kv_transport.codec_choice import CodecPolicy
+from kv_transport.codecs import Codec
 from kv_transport.errors import ChecksumMismatch, TransferTimeout
 from kv_transport.progress import span_mask
 from kv_transport.tickets import ReadGrant, WriteGrant
@@ -43,8 +46,10 @@ class Flow:
         ticket: WriteGrant | ReadGrant | None,
         layers: range,
         total_bytes: int,
+        policy: CodecPolicy,
         on_release: Callable[[], None],
     ) -> None:
+        self.policy: Final = policy
         self.name: Final = name
         self.kind: Final = kind
         self.priority: Final = priority
@@ -68,6 +73,7 @@ class Flow:
         self._started_ns = self._ended_ns = 0
         self._nbytes = self._wire_nbytes = self._landed = 0
         self._transports: dict[str, int] = {}
+        self._codecs: dict[str, int] = {}
 
     # For callers.
 
@@ -103,7 +109,14 @@ class Flow:
             retries=self._machine.retries,
             transports=dict(self._transports),
             duration_ns=end - self._started_ns if self._started_ns else 0,
+            codecs=dict(self._codecs),
         )
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Of what this transfer makes at its destination, so far."""
+        lossy = [codec.fidelity for codec in map(Codec, self._codecs) if not codec.lossless]
+        return lossy[0] if lossy else self.policy.fidelity
 
     def add(self, units: Sequence[Unit]) -> None:
         """More units. Raises what the flow failed with."""
@@ -181,11 +194,18 @@ class Flow:
         self.step(ts.LinkGone())
 
     def posted(self, unit_id: int) -> None:
-        self._wire_nbytes += self._units[unit_id].nbytes
+        unit = self._units[unit_id]
+        unit.begin()
+        unit.sent_codec, unit.wire_nbytes, unit.encode_ns, unit.lz4_ratio = Codec.NONE, unit.nbytes, 0, None
         self.step(ts.Flown(unit_id))
 
     def settled(self, unit_id: int, scheme: str, error: KVError | None, *, link_lost: bool) -> None:
         """A unit ended; nothing touches its memory any more."""
+        unit = self._units[unit_id]
+        self._wire_nbytes += unit.wire_nbytes
+        if unit.lz4_ratio is not None:
+            self.policy.note_lz4(unit.lz4_ratio)
+        unit.rest()
         if error is None:
             self.failures.pop(scheme, None)
             self._count(unit_id, scheme)
@@ -242,6 +262,8 @@ class Flow:
         self._landed += 1
         self._nbytes += unit.nbytes
         self._transports[scheme] = self._transports.get(scheme, 0) + unit.nbytes
+        codec = unit.sent_codec.value
+        self._codecs[codec] = self._codecs.get(codec, 0) + 1
         self._layer_progress(unit)
 
     def _layer_progress(self, unit: Unit) -> None:

@@ -30,6 +30,7 @@ class UnitHead(_Frame, frozen=True):
         checks: CRC-64 per cell, little endian, in order; empty when not known.
         header: packed `KVCacheTransferHeader` (writes).
         notif: bytes for the owner's `notifs()` once the unit is verified.
+        codec: how the payload is written, or is to be written; empty for raw bytes.
     """
 
     ticket: int
@@ -41,13 +42,21 @@ class UnitHead(_Frame, frozen=True):
     checks: bytes = b""
     header: bytes = b""
     notif: bytes = b""
+    codec: str = ""
 
 
 class Open(_Frame, frozen=True, tag=1):
-    """Initiator: I am going to write under this grant, and no other link of mine is still at it."""
+    """Initiator: I am going to write under this grant, and no other link of mine is still at it.
+
+    Attributes:
+        attempt: grows with each that I make, so that one which a broken link delivers late counts for nothing.
+        fidelity: of what I have: what it went through before, or a cast between our element types.
+    """
 
     seq: int
     ticket: int
+    attempt: int
+    fidelity: str = "exact"
 
 
 class Opened(_Frame, frozen=True, tag=2):
@@ -97,10 +106,11 @@ class Read(_Frame, frozen=True, tag=7):
 
 
 class Data(_Frame, frozen=True, tag=8):
-    """Owner: the bytes follow; `checks` as in `UnitHead`."""
+    """Owner: the bytes follow; `checks` and `codec` as in `UnitHead`."""
 
     seq: int
     checks: bytes
+    codec: str = ""
 
 
 class Map(_Frame, frozen=True, tag=9):
@@ -118,6 +128,15 @@ class Mapped(_Frame, frozen=True, tag=10):
     seq: int
     nbytes: int
     arena: bool
+
+
+class Keyed(_Frame, frozen=True, tag=17):
+    """Owner, ucx: the answer to Map; where the region begins in its memory, how long it is, and its remote key."""
+
+    seq: int
+    address: int
+    nbytes: int
+    key: bytes
 
 
 class Note(_Frame, frozen=True, tag=11):
@@ -155,7 +174,7 @@ class Bye(_Frame, frozen=True, tag=16):
 
 
 FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye
-FromOwner = Opened | Refused | Acked | Data | Mapped | Fence | Ping | Bye
+FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye
 Frame = FromInitiator | FromOwner
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -1,5 +1,6 @@
 """`TransferFuture`: a transfer as its caller sees it."""
 
+from kv_core.namespace import Fidelity
 from kv_transport.errors import TransferCancelled
 from kv_transport.flow import Flow
 from kv_transport.types import TransferStats, XferState
@@ -24,6 +25,15 @@ class TransferFuture:
     def missing_layers(self) -> list[int]:
         """Layers not yet verified at the destination."""
         return self._flow.missing_layers
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Of what arrives, so far: publish it under no other."""
+        return self._flow.fidelity
+
+    def explain(self) -> str:
+        """Which codec was chosen last, and why: a line for an operator."""
+        return self._flow.policy.explain()
 
     def stats(self) -> TransferStats:
         """The figures so far."""

@@ -6,9 +6,13 @@ from functools import partial
 import numpy as np
 
 from kv_core.block import BlockRef
+from kv_core.dtypes import DType
 from kv_core.errors import KVError, LocalProtocolError
-from kv_transport import limits
+from kv_core.namespace import Fidelity
+from kv_transport import casting, limits
 from kv_transport.arena import Arena
+from kv_transport.cast_units import CastUnit, Staging, staged_cells
+from kv_transport.codecs import Codec
 from kv_transport.errors import GeometryMismatch, InvalidDescriptor, StaleGeneration, TransferCancelled
 from kv_transport.flow import Flow
 from kv_transport.futures import TransferFuture
@@ -31,6 +35,8 @@ class Handover:
         held: set[int],
         poster: LoopPoster,
         unit_bytes: int,
+        *,
+        cast: bool = False,
     ) -> None:
         """`held` are the regions that the flow keeps registered; it lets go of them when its memory is free."""
         self._flow = flow
@@ -39,6 +45,7 @@ class Handover:
         self._held = held
         self._poster = poster
         self._unit_bytes = unit_bytes
+        self._cast = cast
         self._submitted = [0] * (grant.layer_end - grant.layer_start)
 
     @property
@@ -54,6 +61,15 @@ class Handover:
     def missing_layers(self) -> list[int]:
         """Layers that the receiver has not verified yet."""
         return self._flow.missing_layers
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Of what the receiver gets, so far."""
+        return self._flow.fidelity
+
+    def explain(self) -> str:
+        """Which codec was chosen last, and why: a line for an operator."""
+        return self._flow.policy.explain()
 
     def stats(self) -> TransferStats:
         """The figures so far."""
@@ -125,7 +141,12 @@ class Handover:
         if not 0 <= start < end <= grant.num_positions:
             raise InvalidDescriptor(what="positions", value=[start, end], reason=f"the grant has {grant.num_positions}")
         arena = local_arena(self._regions, blocks)
-        check_forms(KVForm.of(arena.geometry, arena.layout), grant.form)
+        if (
+            check_forms(KVForm.of(arena.geometry, arena.layout, arena.fp8_scale), grant.form, grant.codecs)
+            != self._cast
+        ):
+            # What was announced when the grant was opened.
+            raise GeometryMismatch(field="dtype", ours=arena.geometry.dtype.value, theirs="another was announced")
         return ticket_units(XferOp.WRITE, self._flow.priority, grant, arena, blocks, layer, start, self._unit_bytes)
 
     def _add(self, layer: int, start: int, region: int, units: list[Unit]) -> None:
@@ -165,12 +186,44 @@ def local_arena(regions: RegionTable, blocks: Sequence[BlockRef]) -> Arena:
     return arena
 
 
-def check_forms(ours: KVForm, theirs: KVForm) -> None:
-    """Raise `GeometryMismatch` for the first difference that matters; the layout does not, cells are the same."""
-    for name in ("dtype", "block_size", "num_kv_heads", "head_dim", "num_planes", "num_layers"):
+def check_forms(ours: KVForm, theirs: KVForm, accepted: Sequence[str] = ()) -> bool:
+    """Whether values must be cast between the two; the layout does not matter, cells are the same.
+
+    Args:
+        accepted: codecs that the receiver accepts; a cast is one of them.
+
+    Raises:
+        GeometryMismatch: the first difference for which no conversion is defined, or accepted.
+    """
+    cast = Codec.FP8_CAST.value in accepted and casting.defined(DType(ours.dtype), DType(theirs.dtype))
+    names = ("block_size", "num_kv_heads", "head_dim", "num_planes", "num_layers")
+    for name in names if cast else ("dtype", *names):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
             raise GeometryMismatch(field=name, ours=mine, theirs=other)
+    if ours.dtype == theirs.dtype == DType.FP8_E4M3.value and ours.fp8_scale != theirs.fp8_scale:
+        raise GeometryMismatch(field="fp8_scale", ours=ours.fp8_scale, theirs=theirs.fp8_scale)
+    return cast
+
+
+def require_fit(regions: RegionTable, grant: WriteGrant) -> bool:
+    """Before a grant is opened: whether what our arenas hold is sent under it as it is, or cast.
+
+    Raises:
+        GeometryMismatch: no arena of ours holds such blocks.
+    """
+    refused: GeometryMismatch | None = None
+    casts = []
+    for region in regions.all():
+        form = region.info().form
+        if form is not None:
+            try:
+                casts.append(check_forms(form, grant.form, grant.codecs))
+            except GeometryMismatch as error:
+                refused = refused or error
+    if not casts and refused is not None:
+        raise refused
+    return bool(casts) and all(casts)
 
 
 def ticket_units(
@@ -185,11 +238,32 @@ def ticket_units(
 ) -> list[Unit]:
     """Units between our blocks and the ticket's positions from `start` on, in one layer."""
     slots = np.array([ref.slot for ref in blocks], np.int64)
-    cells_max = max(1, min(unit_bytes // arena.shape.cell_nbytes, limits.CELLS_PER_UNIT_MAX))
-    units = []
+    cell_nbytes = ticket.form.geometry().slot_layer_nbytes
+    cells_max = max(1, min(unit_bytes // cell_nbytes, limits.CELLS_PER_UNIT_MAX))
+    cast = arena.geometry.dtype.value != ticket.form.dtype
+    units: list[Unit] = []
     for begin in range(0, len(slots), cells_max):
         end = min(begin + cells_max, len(slots))
         mine = slots[begin:end]
+        if cast:
+            staging = Staging((end - begin) * cell_nbytes)
+            units.append(
+                CastUnit(
+                    op=op,
+                    priority=priority,
+                    region=ticket.region,
+                    local=staging,
+                    cells=staged_cells(ticket, layer, start + begin, start + end),
+                    ticket=ticket,
+                    layer=layer,
+                    start=start + begin,
+                    end=start + end,
+                    arena=arena,
+                    slots=mine,
+                    staging=staging,
+                )
+            )
+            continue
         units.append(
             Unit(
                 op=op,

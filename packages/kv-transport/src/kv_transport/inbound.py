@@ -9,6 +9,7 @@ from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import KVError
+from kv_core.namespace import Fidelity
 from kv_transport import inbound_state as st
 from kv_transport.config import TransportConfig
 from kv_transport.errors import TransferCancelled, TransferTimeout
@@ -106,6 +107,11 @@ class Inbound:
         return self.entry.grant.total_bytes
 
     @property
+    def fidelity(self) -> Fidelity:
+        """Of what has arrived, so far: publish it under no other."""
+        return self.entry.fidelity
+
+    @property
     def missing_layers(self) -> list[int]:
         return self._machine.missing_layers
 
@@ -114,10 +120,11 @@ class Inbound:
         end = self._ended_ns or self._clock.monotonic_ns()
         return TransferStats(
             nbytes=self.entry.nbytes,
-            wire_nbytes=self.entry.nbytes,
+            wire_nbytes=self.entry.wire_nbytes,
             units=self.entry.units,
             transports=dict(self.entry.transports),
             duration_ns=end - self._opened_ns if self._opened_ns else 0,
+            codecs=dict(self.entry.codecs),
         )
 
     async def layer_ready(self, layer: int) -> None:

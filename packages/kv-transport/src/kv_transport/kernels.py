@@ -115,8 +115,10 @@ def _e4m3_values() -> NDArray[np.float64]:
     return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
 
 
-_VALUES: Final = _e4m3_values()
-_MIDDLES: Final = (_VALUES[:-1] + _VALUES[1:]) / 2
+E4M3_VALUES: Final = _e4m3_values()
+"""What each code up to the largest stands for."""
+
+_MIDDLES: Final = (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
 
 
 def plain_quantise_bf16(source: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> bool:
@@ -138,7 +140,7 @@ def plain_quantise_bf16(source: NDArray[np.uint16], codes: NDArray[np.uint8], sc
 def plain_dequantise_bf16(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
     """The definition of `dequantise_bf16`, in float64 and then rounded to bf16."""
     size = codes & 0x7F
-    table = np.append(_VALUES, 0.0)
+    table = np.append(E4M3_VALUES, 0.0)
     with np.errstate(over="ignore"):  # a pair of code and scale that no quantisation makes is infinite
         values = np.ldexp(table[size], scales.astype(np.int64)[:, None, :] - 127).astype(np.float32)
     bits = values.view(np.uint32)

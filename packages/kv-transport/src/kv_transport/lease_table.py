@@ -10,8 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from kv_core.block import BlockGeometry
 from kv_transport import limits
 from kv_transport.arena import Arena
+from kv_transport.codecs import Codec, wire_codec
 from kv_transport.errors import GrantRefused, LeaseEnded, TransferTooLarge
 from kv_transport.frames import UnitHead
 from kv_transport.ledger_items import Session
@@ -31,12 +33,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """Bytes that a peer may read: where they lie, and their checksums (empty if they have none yet)."""
+    """Bytes that a peer may read: where they lie, their checksums (empty if they have none yet), how to write them."""
 
     memory: Memory
     offsets: list[int]
     sizes: list[int]
     checks: list[int]
+    codec: Codec = Codec.NONE
+    geometry: BlockGeometry | None = None
 
 
 class LeaseTable:
@@ -79,12 +83,15 @@ class LeaseTable:
         Raises:
             LeaseEnded, StaleGeneration, GrantRefused, UnknownRegion, InvalidDescriptor, FrameRefused.
         """
+        codec = wire_codec(head.codec, str(session.peer))
         if not head.ticket:
+            if not codec.lossless:
+                raise GrantRefused(ticket=0, reason=f"plain bytes in {codec.value}")
             region = self._regions.get(head.region)
             if region.access is Access.NONE:
                 raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for reading")
             offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
-            return Serving(region.memory, offsets, sizes, [])
+            return Serving(region.memory, offsets, sizes, [], codec)
         with self._lock:
             lease = self._leases.get(head.ticket)
         if lease is None:
@@ -93,6 +100,8 @@ class LeaseTable:
         inside = 0 <= head.start < head.end <= grant.num_positions
         if not inside or not grant.layer_start <= head.layer < grant.layer_end:
             raise LeaseEnded(ticket=head.ticket, reason=f"layer {head.layer}, [{head.start}, {head.end}) lie outside")
+        if codec is not Codec.NONE and codec.value not in grant.codecs:
+            raise LeaseEnded(ticket=head.ticket, reason=f"{codec.value} is not one of the codecs {grant.codecs}")
         require_generations(arena, grant, head.start, head.end)
         slots = np.array(grant.slots[head.start : head.end], np.int64)
         return Serving(
@@ -100,6 +109,8 @@ class LeaseTable:
             arena.shape.offsets(slots, head.layer).tolist(),
             [arena.shape.cell_nbytes] * len(slots),
             arena.checks[head.layer, slots].tolist(),
+            codec,
+            arena.geometry,
         )
 
     def require(self, ticket: int, region: int) -> None:

@@ -20,10 +20,13 @@ import numpy as np
 from kv_core.errors import KVError
 from kv_core.header import KVCacheTransferHeader
 from kv_core.ids import NodeId
+from kv_core.namespace import EXACT, Fidelity
 from kv_transport import limits
 from kv_transport.arena import Arena
+from kv_transport.codecs import Codec, encoded_cell_nbytes, wire_codec
 from kv_transport.errors import (
     ChecksumMismatch,
+    FrameRefused,
     GrantBusy,
     GrantRefused,
     QuarantineFull,
@@ -118,8 +121,10 @@ class Ledger:
 
     # Grants, from the writer's side.
 
-    def open(self, session: Session, ticket: int) -> tuple[list[int], int]:
-        """A writer announces itself: the verified bits per layer, and the number of positions.
+    def open(self, session: Session, ticket: int, attempt: int, fidelity: Fidelity = EXACT) -> tuple[list[int], int]:
+        """A writer announces itself and what it has: the verified bits per layer, and the number of positions.
+
+        `attempt` grows: a link that broke may deliver its question after the next link's, and must not take over.
 
         Raises:
             GrantRefused, QuarantineFull: with the reason.
@@ -130,14 +135,17 @@ class Ledger:
             entry = self._grants.get(ticket)
             if entry is None or entry.revoked:
                 raise GrantRefused(ticket=ticket, reason="no such grant is open")
-            self._may_open(session, entry)
+            self._may_open(session, entry, fidelity)
+            if attempt <= entry.attempt:
+                raise GrantRefused(ticket=ticket, reason="its writer has come back by another link")
             former = entry.session
-            if entry.landing and former is not None and former is not session:
-                # Units of its former link are still being received. It is ended, and the writer asks again.
+            if former is not None and former is not session and (entry.landing or former.may_lag):
+                # Units of its former link may still arrive. It is ended, and the writer asks again.
                 self._poster.post(former.supersede)
                 raise GrantBusy(ticket=ticket)
             entry.writer, entry.session = session.peer, session
             entry.one_sided_writer = session.one_sided
+            entry.attempt, entry.source_fidelity = attempt, fidelity
             listener, verified = entry.listener, entry.progress.verified()
         if listener is not None:
             self._poster.run(lambda: listener.opened(session))
@@ -149,8 +157,11 @@ class Ledger:
             raise GrantRefused(ticket=ticket, reason="it was completed by another writer")
         return [span_mask(0, grant.num_positions)] * (grant.layer_end - grant.layer_start), grant.num_positions
 
-    def _may_open(self, session: Session, entry: GrantEntry) -> None:
+    def _may_open(self, session: Session, entry: GrantEntry, fidelity: Fidelity) -> None:
         grant = entry.grant
+        if not fidelity.is_exact and fidelity.codec not in grant.codecs:
+            accepted = ", ".join(["exact", *grant.codecs])
+            raise GrantRefused(ticket=grant.ticket, reason=f"fidelity {fidelity} is not accepted here, only {accepted}")
         if grant.writer and grant.writer != session.peer.node:
             raise GrantRefused(ticket=grant.ticket, reason=f"it is for {grant.writer}")
         if entry.writer is not None and entry.writer != session.peer:
@@ -255,9 +266,12 @@ class Ledger:
             raise GrantRefused(ticket=head.ticket, reason="it is not open on this connection")
         grant = entry.grant
         require_generations(entry.arena, grant, head.start, head.end)
+        codec = _codec_of(session, head)
+        if codec is not Codec.NONE and codec.value not in grant.codecs:
+            raise GrantRefused(ticket=grant.ticket, reason=f"{codec.value} is not one of the codecs {grant.codecs}")
         sizes = [entry.arena.shape.cell_nbytes] * (head.end - head.start)
         expected = unpack_checks(head.checks, len(sizes), session.peer)
-        checksum = combined(expected, sizes)
+        checksum = combined(expected, [encoded_cell_nbytes(codec, entry.arena.geometry)] * len(sizes))
         check_header(
             header,
             ticket_header(grant, head.layer, head.start, head.end, header.nonce, checksum),
@@ -268,12 +282,15 @@ class Ledger:
         fresh = entry.progress.begin(head.layer, head.start, head.end)
         entry.landing += 1
         offsets = entry.arena.shape.offsets(entry.slots[head.start : head.end], head.layer).tolist()
-        return Landing(session, head, entry, entry.arena, grant.region, offsets, sizes, expected, fresh)
+        return Landing(session, head, entry, entry.arena, grant.region, offsets, sizes, expected, fresh, codec)
 
     def _admit_plain(self, session: Session, head: UnitHead, header: KVCacheTransferHeader) -> Landing:
         region = self._regions.get(head.region)
         if region.access is not Access.WRITE:
             raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
+        codec = _codec_of(session, head)
+        if not codec.lossless:
+            raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")
         offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
         expected = unpack_checks(head.checks, len(sizes), session.peer)
         check_header(
@@ -284,11 +301,21 @@ class Ledger:
             cells=len(sizes),
         )
         self._regions.use(head.region)
-        return Landing(session, head, None, region.memory, head.region, offsets, sizes, expected, 0)
+        return Landing(session, head, None, region.memory, head.region, offsets, sizes, expected, 0, codec)
 
-    def land(self, landing: Landing, checks: list[int] | None = None) -> None:
-        """The unit's bytes are in place. `checks` are what we computed over them; None if a one-sided writer took the
-        expected ones from our memory itself.
+    def land(
+        self,
+        landing: Landing,
+        checks: list[int] | None = None,
+        stored: list[int] | None = None,
+        wire_nbytes: int | None = None,
+    ) -> None:
+        """The unit's bytes are in place. `checks` are what we computed over what came; None if a one-sided writer took
+        the expected ones from our memory itself.
+
+        Args:
+            stored: checksums of the cells in memory, where they are not `checks`.
+            wire_nbytes: length of the payload, where it is not that of the cells.
 
         Raises:
             ChecksumMismatch: they are not the bytes that were sent; nothing became visible.
@@ -309,12 +336,12 @@ class Ledger:
         if entry is None:
             self._over(landing)
         else:
-            self._land_granted(landing, entry)
+            self._land_granted(landing, entry, stored or landing.expected, wire_nbytes)
         if head.notif:
             node, payload = landing.session.peer.node, head.notif
             self._poster.run(lambda: self._on_notif(node, payload))
 
-    def _land_granted(self, landing: Landing, entry: GrantEntry) -> None:
+    def _land_granted(self, landing: Landing, entry: GrantEntry, stored: list[int], wire_nbytes: int | None) -> None:
         head, grant = landing.head, entry.grant
         with self._lock:
             if entry.revoked:
@@ -325,10 +352,14 @@ class Ledger:
             cells = [cell for cell in range(head.end - head.start) if landing.writable(cell)]
             if cells:
                 slots = entry.slots[head.start : head.end][cells]
-                entry.arena.checks[head.layer, slots] = np.array(landing.expected, np.uint64)[cells]
+                entry.arena.checks[head.layer, slots] = np.array(stored, np.uint64)[cells]
             nbytes = sum(landing.sizes[cell] for cell in cells)
             entry.nbytes += nbytes
+            entry.wire_nbytes += nbytes if wire_nbytes is None else wire_nbytes
             entry.units += 1
+            if cells:
+                codec = landing.codec.value
+                entry.codecs[codec] = entry.codecs.get(codec, 0) + 1
             scheme = landing.session.scheme
             entry.transports[scheme] = entry.transports.get(scheme, 0) + nbytes
             self._received[scheme] = self._received.get(scheme, 0) + nbytes
@@ -380,7 +411,7 @@ class Ledger:
         """Whether a peer may map a region; the answer is whether it gets a writable descriptor.
 
         Raises:
-            GrantRefused, UnknownRegion.
+            GrantRefused, StaleGeneration, UnknownRegion.
         """
         found = self._regions.get(region)
         if write:
@@ -389,6 +420,7 @@ class Ledger:
             entry = self.entry(ticket)
             if entry.grant.region != region or entry.session is not session or entry.revoked:
                 raise GrantRefused(ticket=ticket, reason=f"it does not allow writing region {region} here")
+            require_generations(entry.arena, entry.grant)
             return True
         if found.access is Access.NONE:
             self.reads.require(ticket, region)
@@ -417,6 +449,14 @@ class Ledger:
     def is_quarantined(self, ticket: int) -> bool:
         with self._lock:
             return ticket in self._quarantined
+
+
+def _codec_of(session: Session, head: UnitHead) -> Codec:
+    """How a unit is written. Raises `FrameRefused` for a codec that is none, or that its transport does not use."""
+    codec = wire_codec(head.codec, str(session.peer))
+    if codec is not Codec.NONE and session.one_sided:
+        raise FrameRefused(peer=str(session.peer), reason=f"{codec.value} over {session.scheme}, which does not encode")
+    return codec
 
 
 def new_ticket() -> int:

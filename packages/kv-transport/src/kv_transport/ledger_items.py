@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_core.errors import KVError
+from kv_core.namespace import EXACT, Fidelity
 from kv_transport.arena import Arena
 from kv_transport.arena_layout import IntArray
+from kv_transport.codecs import Codec
 from kv_transport.frames import UnitHead
 from kv_transport.progress import GrantProgress
 from kv_transport.regions import Memory
@@ -25,6 +27,11 @@ class Session(Protocol):
     @property
     def one_sided(self) -> bool:
         """The peer writes our memory itself, so that shutting it out needs its help or its end."""
+        ...
+
+    @property
+    def may_lag(self) -> bool:
+        """Bytes of the peer may still arrive here after its side is at rest, until this session is closed."""
         ...
 
     def supersede(self) -> None:
@@ -63,6 +70,16 @@ class GrantEntry:
     nbytes: int = 0
     units: int = 0
     transports: dict[str, int] = field(default_factory=dict)
+    codecs: dict[str, int] = field(default_factory=dict)
+    wire_nbytes: int = 0
+    source_fidelity: Fidelity = EXACT
+    attempt: int = -1
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Of what has been written: the source's, or the lossy codec's that some of it came by."""
+        lossy = [codec.fidelity for codec in map(Codec, self.codecs) if not codec.lossless]
+        return lossy[0] if lossy else self.source_fidelity
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +89,8 @@ class Landing:
     Attributes:
         entry: its grant; None for a plain region.
         memory, offsets, sizes: where each cell goes.
-        expected: CRC-64 of each cell.
+        expected: CRC-64 of each cell, or of what the codec made of it.
+        codec: how the payload is written.
         fresh: bits of the positions that may be written; others are verified already and must not be touched.
     """
 
@@ -85,6 +103,7 @@ class Landing:
     sizes: list[int]
     expected: list[int]
     fresh: int
+    codec: Codec = Codec.NONE
     over: bool = False
 
     @property

@@ -19,6 +19,9 @@ COPY_PIECE_BYTES: Final = 1 * MIB
 INLINE_COPY_BYTES_MAX: Final = 64 * KIB
 """A copy that is cheaper on the loop (about 10 us) than handed to a thread."""
 
+LZ4_SAMPLE_BYTES: Final = 64 * KIB
+"""What LZ4 is tried on before a transfer's first unit: about 100 us on the loop."""
+
 RECEIVE_PIECE_BYTES: Final = 1 * MIB
 """Most bytes taken from a socket at once, so that one stream does not starve the others of its thread."""
 

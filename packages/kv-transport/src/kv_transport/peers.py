@@ -12,7 +12,11 @@ from functools import partial
 from typing import Final
 
 from kv_core.errors import KVError
+from kv_core.ids import RequestId
+from kv_transport import limits
 from kv_transport.backends.base import Backend, Link, Surroundings
+from kv_transport.codec_choice import CodecPolicy, LinkMeter
+from kv_transport.codecs import Codec
 from kv_transport.errors import (
     ConnectionLost,
     GrantBusy,
@@ -22,10 +26,11 @@ from kv_transport.errors import (
     TransferTimeout,
 )
 from kv_transport.flow import Flow
+from kv_transport.recovery import FallbackToTcp, TransferTask, diagnose_transfer_failure
 from kv_transport.scheduler import Scheduler
 from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
-from kv_transport.types import PeerName, TransferPriority
-from kv_transport.units import NonceSource
+from kv_transport.types import PeerName, TransferPriority, XferOp
+from kv_transport.units import NonceSource, Unit
 
 _log = logging.getLogger(__name__)
 _LOSSES_MAX: Final = 2
@@ -46,6 +51,7 @@ class Peer:
         self._backends = {backend.scheme: backend for backend in backends}
         self._scheduler = Scheduler(around.config.window_size)
         self._links: dict[str, Link] = {}
+        self._meters: dict[str, LinkMeter] = {}
         self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._flows: dict[int, Flow] = {}
         self._keys: dict[int, tuple[Flow, int]] = {}
@@ -82,6 +88,7 @@ class Peer:
         ticket: WriteGrant | ReadGrant | None,
         layers: range,
         total_bytes: int,
+        policy: CodecPolicy,
         on_release: Callable[[], None],
     ) -> Flow:
         """A new flow; its link is being looked for from now on."""
@@ -97,6 +104,7 @@ class Peer:
             ticket=ticket,
             layers=layers,
             total_bytes=total_bytes,
+            policy=policy,
             on_release=on_release,
         )
         self._flows[id(flow)] = flow
@@ -143,10 +151,27 @@ class Peer:
         link = flow.link
         assert link is not None, "a flow without a link has nothing queued"
         flow.posted(unit_id)
-        link.post(flow.unit(unit_id), partial(self._settled, key, flow, unit_id, link))
+        unit = flow.unit(unit_id)
+        self._choose_codec(flow, unit, link)
+        self._meter(link).posted(self._around.clock.monotonic_ns())
+        link.post(unit, partial(self._settled, key, flow, unit_id, link))
+
+    def _choose_codec(self, flow: Flow, unit: Unit, link: Link) -> None:
+        policy, rates = flow.policy, self._around.codec_rates
+        if policy.lz4_ratio is None and link.encodes and unit.op is XferOp.WRITE and policy.allows(Codec.LZ4):
+            policy.note_lz4(rates.sample_lz4(unit.sample(limits.LZ4_SAMPLE_BYTES)))
+        costs = rates.costs(unit.geometry(), policy.lz4_ratio)
+        unit.codec = policy.pick(link.scheme, link.encodes, self._meter(link).rate, costs)
+        unit.codec_required = unit.codec is policy.wanted
+
+    def _meter(self, link: Link) -> LinkMeter:
+        return self._meters.setdefault(link.scheme, LinkMeter())
 
     def _settled(self, key: int, flow: Flow, unit_id: int, link: Link, error: KVError | None) -> None:
         self._scheduler.settle(key)
+        unit = flow.unit(unit_id)
+        sent = unit.wire_nbytes if error is None else 0
+        self._meter(link).settled(sent, unit.encode_ns, self._around.clock.monotonic_ns())
         if error is not None:
             self.failed_units += 1
         flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)
@@ -166,8 +191,17 @@ class Peer:
                 error,
             )
             flow.unlinked()
+            self._plan_recovery(flow, link, error)
             self._note_failure(flow, link.scheme, error, established=True)
             self._around.spawn(self._bring_up(flow, link))
+
+    def _plan_recovery(self, flow: Flow, link: Link, error: KVError) -> None:
+        task = TransferTask(RequestId(flow.name), self._around.me.node, self.name.node, link.scheme)
+        match diagnose_transfer_failure(task, error):
+            case FallbackToTcp(lz4):
+                flow.policy.fall_back(lz4=lz4)
+            case _:
+                pass  # the flow's own machine retries, or gives up and tells its caller
 
     def grant_fenced(self, ticket: int) -> None:
         for flow in self.flows:
@@ -199,6 +233,8 @@ class Peer:
                 return
             try:
                 link = await self._link(scheme)
+                if link.encodes:
+                    self._around.codec_rates.begin_trial()
                 verified = await self._announce(flow, link)
             except (ConnectionLost, TransferTimeout, NoTransport, QuarantineFull) as error:
                 self._note_failure(flow, scheme, error, established=False)
@@ -215,10 +251,10 @@ class Peer:
             return None
         for _ in range(_BUSY_RETRIES):
             try:
-                return await link.open_grant(flow.ticket.ticket)
+                return await link.open_grant(flow.ticket.ticket, flow.policy.fidelity)
             except GrantBusy:
                 await asyncio.sleep(_BUSY_PAUSE_S)
-        return await link.open_grant(flow.ticket.ticket)
+        return await link.open_grant(flow.ticket.ticket, flow.policy.fidelity)
 
     def _candidate(self, flow: Flow) -> tuple[str | None, list[str]]:
         """The best transport for a flow, or None and what is wrong with each."""

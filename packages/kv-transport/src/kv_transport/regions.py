@@ -144,7 +144,7 @@ class MemoryRegion:
         """What peers are told about it."""
         memory = self.memory
         if isinstance(memory, Arena):
-            form, num_slots = KVForm.of(memory.geometry, memory.layout), memory.num_slots
+            form, num_slots = KVForm.of(memory.geometry, memory.layout, memory.fp8_scale), memory.num_slots
         else:
             form, num_slots = None, 0
         return RegionInfo(
@@ -253,7 +253,7 @@ class Inventory:
     items: tuple[InventoryItem, ...] = field(default=())
 
     def of(self, kind: str) -> tuple[InventoryItem, ...]:
-        """Those of one kind: region, peer, link, session, grant, lease, quarantine, transfer."""
+        """Those of one kind: region, transport, peer, link, session, grant, lease, quarantine, transfer."""
         return tuple(item for item in self.items if item.kind == kind)
 
     @property

@@ -19,7 +19,7 @@ from kv_transport import limits
 from kv_transport.errors import InvalidDescriptor
 from kv_transport.types import PeerName
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Increment when the frames between two agents change; peers of another version are refused by name."""
 
 
@@ -50,9 +50,10 @@ class KVForm(msgspec.Struct, frozen=True):
     block_size: int
     layout: str
     num_planes: int = 2
+    fp8_scale: int = 127
 
     @classmethod
-    def of(cls, geometry: BlockGeometry, layout: Layout) -> Self:
+    def of(cls, geometry: BlockGeometry, layout: Layout, fp8_scale: int = 127) -> Self:
         return cls(
             num_layers=geometry.num_layers,
             num_kv_heads=geometry.num_kv_heads,
@@ -61,6 +62,7 @@ class KVForm(msgspec.Struct, frozen=True):
             block_size=geometry.block_size,
             layout=layout.value,
             num_planes=geometry.num_planes,
+            fp8_scale=fp8_scale,
         )
 
     def geometry(self) -> BlockGeometry:
@@ -142,6 +144,7 @@ class WriteGrant(_Portable, frozen=True):
         num_slots: slots of the arena (with `form`, where each byte lies).
         transports: schemes the receiver accepts; empty means any.
         writer: the only node that may use it; empty means the first that opens it.
+        codecs: what the receiver accepts besides raw bytes (`Codec` values; unknown ones are never used).
     """
 
     ticket: int
@@ -159,6 +162,7 @@ class WriteGrant(_Portable, frozen=True):
     num_slots: int
     transports: list[str] = []
     writer: str = ""
+    codecs: list[str] = []
 
     def __post_init__(self) -> None:
         _check_ticket(self)
@@ -191,6 +195,8 @@ class ReadGrant(_Portable, frozen=True):
     Attributes:
         lease_index: where in the arena's lease table the holder says that it is still alive.
         lease_ms: how long it lives without renewal, from the moment it was made, by the holder's clock.
+        codecs: what the holder can write besides raw bytes.
+        fidelity: of what it holds.
     """
 
     ticket: int
@@ -209,6 +215,8 @@ class ReadGrant(_Portable, frozen=True):
     lease_index: int
     lease_ms: int
     transports: list[str] = []
+    codecs: list[str] = []
+    fidelity: str = "exact"
 
     def __post_init__(self) -> None:
         _check_ticket(self)
@@ -239,6 +247,10 @@ class ReadGrant(_Portable, frozen=True):
 
 def _check_ticket(ticket: WriteGrant | ReadGrant) -> None:
     """Refuse numbers that no honest receiver sends; runs on construction and on decoding."""
+    if len(ticket.codecs) > 16 or any(not 1 <= len(name) <= 32 for name in ticket.codecs):
+        raise InvalidDescriptor(
+            what="codecs", value=len(ticket.codecs), reason="at most 16 names of at most 32 letters"
+        )
     name = len(ticket.request_id.encode())
     if not 1 <= name <= MAX_REQUEST_ID_BYTES:
         raise InvalidDescriptor(what="request id length", value=name, reason=f"1 to {MAX_REQUEST_ID_BYTES} bytes")

@@ -78,6 +78,7 @@ class TransferStats:
         units: units acknowledged.
         retries: units posted again, for whatever reason.
         transports: scheme -> bytes it carried; more than one after a fallback.
+        codecs: codec -> units that were written with it; those that a codec did not help count as `none`.
         duration_ns: from the first unit submitted to the last one acknowledged.
     """
 
@@ -87,6 +88,7 @@ class TransferStats:
     retries: int = 0
     transports: dict[str, int] = field(default_factory=dict)
     duration_ns: int = 0
+    codecs: dict[str, int] = field(default_factory=dict)
 
     @property
     def transport(self) -> str:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_core.block import Layout
+from kv_core.block import BlockGeometry, Layout
 from kv_core.checksum import crc64
 from kv_transport.arena import Arena
 from kv_transport.arena_layout import ArenaLayout, IntArray
+from kv_transport.codecs import Codec, codec_name, encoded_cell_nbytes
 from kv_transport.descriptors import Cells, equal_cells
 from kv_transport.frames import UnitHead, pack_checks
 from kv_transport.regions import Memory
@@ -29,6 +30,8 @@ class Unit:
         layer, start, end: positions of the ticket.
         arena, slots: our side when it is an arena: where checksums are read (WRITE) or stored (READ).
         notif: sent with the last byte (writes).
+        codec: how its payload is to be written by a transport that encodes; `codec_required`: that, or an error.
+        sent_codec, wire_nbytes, encode_ns, lz4_ratio: what became of the latest attempt.
     """
 
     op: XferOp
@@ -43,6 +46,12 @@ class Unit:
     arena: Arena | None = None
     slots: IntArray | None = None
     notif: bytes = b""
+    codec: Codec = Codec.NONE
+    codec_required: bool = False
+    sent_codec: Codec = Codec.NONE
+    wire_nbytes: int = 0
+    encode_ns: int = 0
+    lz4_ratio: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +82,30 @@ class Unit:
         if self.arena is not None and self.slots is not None:
             self.arena.checks[self.layer, self.slots] = np.array(checks, np.uint64)
 
-    def head(self, nonce: int, checks: list[int]) -> UnitHead:
+    def geometry(self) -> BlockGeometry | None:
+        """Of a cell on the wire, None for plain bytes."""
+        return self.ticket.form.geometry() if self.ticket is not None else None
+
+    def sample(self, nbytes_max: int) -> memoryview:
+        """The beginning of its first cell."""
+        offset, size = int(self.cells.local[0]), int(self.cells.sizes[0])
+        return self.local.data_view[offset : offset + min(size, nbytes_max)]
+
+    def begin(self) -> None:
+        """It is about to be posted."""
+
+    def rest(self) -> None:
+        """It is over for now: nothing of it is kept that could be made again."""
+
+    def head(self, nonce: int, checks: list[int], codec: Codec = Codec.NONE) -> UnitHead:
         """What the owner is told. `checks` of a read are not known yet: pass an empty list."""
         sizes = self.cells.sizes.tolist()
-        checksum = combined(checks, sizes) if checks else 0
+        geometry = self.geometry()
+        if codec.lossless or geometry is None:
+            checked = sizes
+        else:
+            checked = [encoded_cell_nbytes(codec, geometry)] * len(sizes)
+        checksum = combined(checks, checked) if checks else 0
         if self.ticket is not None:
             header = ticket_header(self.ticket, self.layer, self.start, self.end, nonce, checksum)
             runs: list[int] = []
@@ -93,6 +122,7 @@ class Unit:
             checks=pack_checks(checks),
             header=header.pack(),
             notif=self.notif,
+            codec=codec_name(codec),
         )
 
 

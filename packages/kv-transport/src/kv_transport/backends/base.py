@@ -20,6 +20,8 @@ from typing import Final, Protocol
 from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
+from kv_core.namespace import EXACT, Fidelity
+from kv_transport.codec_rates import CodecRates
 from kv_transport.config import TransportConfig
 from kv_transport.errors import ConnectionLost, FrameRefused, TransferTimeout
 from kv_transport.frames import (
@@ -62,6 +64,8 @@ class Surroundings:
     on_note: Callable[[NodeId, bytes], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
     """Runs a coroutine as a task of the agent, which ends with it."""
+    codec_rates: CodecRates
+    """What codecs were measured to do here."""
 
 
 class LinkOwner(Protocol):
@@ -82,6 +86,8 @@ class Link(abc.ABC):
     """The initiator's end of a connection to one life of one peer. All methods belong to the loop."""
 
     scheme: str
+    encodes = False
+    """Whether it writes units with a codec, as `Unit.codec` says; else they go as they are."""
 
     def __init__(self, around: Surroundings, peer: PeerName, nonces: NonceSource, owner: LinkOwner) -> None:
         self.peer: Final = peer
@@ -117,14 +123,15 @@ class Link(abc.ABC):
         self._arm()
         self._begin(self._seq, unit)
 
-    async def open_grant(self, ticket: int) -> list[int]:
-        """Announce that we write under a grant; the bits that are verified already, per layer.
+    async def open_grant(self, ticket: int, fidelity: Fidelity = EXACT) -> list[int]:
+        """Announce that we write under a grant, and what; the bits that are verified already, per layer.
 
         Raises:
             GrantRefused and others: the owner's reason.
             ConnectionLost: the link broke meanwhile.
         """
-        reply = await self._ask(lambda seq: Open(seq, ticket))
+        attempt = self._nonces()
+        reply = await self._ask(lambda seq: Open(seq, ticket, attempt, str(fidelity)))
         if not isinstance(reply, Opened):
             raise FrameRefused(peer=str(self.peer), reason=f"{type(reply).__name__} in answer to Open")
         self._open.add(ticket)
@@ -314,6 +321,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def address(self) -> bytes | None:
         """Where peers reach us, for our metadata; None if they cannot."""
+
+    def state(self) -> str:
+        """How it stands on this machine, for the inventory."""
+        return "ready"
 
     @abc.abstractmethod
     def reaches(self, peer: AgentMetadata) -> str | None:

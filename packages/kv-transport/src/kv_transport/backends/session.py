@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kv_core.errors import KVError, error_from_wire
+from kv_core.namespace import Fidelity
 from kv_transport import limits
 from kv_transport.backends.base import Surroundings
 from kv_transport.errors import ConnectionLost, FrameRefused, TransferTimeout
@@ -34,6 +35,7 @@ class OwnerSession(abc.ABC):
 
     scheme: str
     one_sided: bool
+    may_lag = False
 
     def __init__(self, around: Surroundings, peer: PeerName, on_end: Callable[[], None]) -> None:
         self.peer: Final = peer
@@ -89,8 +91,8 @@ class OwnerSession(abc.ABC):
         self._silent = False
         ledger = self._around.ledger
         match frame:
-            case Open(seq, ticket):
-                self._open(seq, ticket)
+            case Open():
+                self._open(frame)
             case Note(payload):
                 if len(payload) > limits.NOTIF_BYTES_MAX:
                     self._offence(f"notification of {len(payload)} bytes")
@@ -120,14 +122,15 @@ class OwnerSession(abc.ABC):
         _log.warning("session ended transport=%s peer=%s cause=%s", self.scheme, self.peer, error)
         self._finish(error, clean=False)
 
-    def _open(self, seq: int, ticket: int) -> None:
+    def _open(self, frame: Open) -> None:
         try:
-            verified, positions = self._around.ledger.open(self, ticket)
+            fidelity = Fidelity.parse(frame.fidelity)
+            verified, positions = self._around.ledger.open(self, frame.ticket, frame.attempt, fidelity)
         except KVError as error:
-            self._send(refusal(seq, error))
+            self._send(refusal(frame.seq, error))
             return
-        self._tickets.add(ticket)
-        self._send(Opened(seq, pack_masks(verified, positions)))
+        self._tickets.add(frame.ticket)
+        self._send(Opened(frame.seq, pack_masks(verified, positions)))
         self._arm()
 
     def _arm(self) -> None:

@@ -6,8 +6,9 @@ from functools import partial
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport.backends.base import Link, LinkOwner, Surroundings
 from kv_transport.backends.stream import Sink, Stream
-from kv_transport.descriptors import merge_offsets
-from kv_transport.errors import ChecksumMismatch, ConnectionLost, FrameRefused
+from kv_transport.backends.wire_form import Arrival, Place, WireForm, write_form
+from kv_transport.codecs import Codec, wire_codec
+from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, FrameRefused
 from kv_transport.frames import Acked, Data, Frame, Read, Refused, Write, decode_from_owner, encode
 from kv_transport.tickets import AgentMetadata
 from kv_transport.types import XferOp
@@ -21,6 +22,7 @@ class _Reading:
     seq: int
     unit: Unit
     expected: list[int]
+    arrival: Arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,7 @@ class TcpLink(Link):
     """See the module. Implements `stream.Receiver`; give it its streams with `attach`, then `start`."""
 
     scheme = "tcp"
+    encodes = True
 
     def __init__(self, around: Surroundings, peer: AgentMetadata, nonces: NonceSource, owner: LinkOwner) -> None:
         super().__init__(around, peer.name, nonces, owner)
@@ -97,17 +100,29 @@ class TcpLink(Link):
         try:
             if unit.op is XferOp.READ:
                 lane.reads[seq] = unit
-                stream.send(encode(Read(seq, unit.head(nonce, []))))
+                stream.send(encode(Read(seq, unit.head(nonce, [], unit.codec))))
                 return
-            head = encode(Write(seq, unit.head(nonce, unit.take_checks())))
-            view = unit.local.data_view
-            pieces = merge_offsets(unit.cells.local.tolist(), unit.cells.sizes.tolist())
-            stream.send(head, [view[offset : offset + nbytes] for offset, nbytes in pieces])
+            form = self._form(unit, unit.take_checks())
+            stream.send(encode(Write(seq, unit.head(nonce, form.checks, form.codec))), form.parts)
         except KVError as error:
             self._around.poster.post(partial(self._settle, seq, error))
         except Exception as bug:
             broken = LocalProtocolError(detail=f"sending a unit raised {bug!r}")
             self._around.poster.post(partial(self._settle, seq, broken))
+
+    def _form(self, unit: Unit, checks: list[int]) -> WireForm:
+        """How the unit is written. A codec that was our own idea, and does not suit the values, is left out."""
+        rates, me = self._around.codec_rates, str(self._around.me)
+        try:
+            form = write_form(unit.codec, _place(unit), checks, rates, me)
+        except CodecFailed:
+            if unit.codec_required:
+                raise
+            form = write_form(Codec.NONE, _place(unit), checks, rates, me)
+        unit.sent_codec, unit.wire_nbytes, unit.encode_ns = form.codec, form.nbytes, form.encode_ns
+        if unit.codec is Codec.LZ4:
+            unit.lz4_ratio = form.nbytes / unit.nbytes
+        return form
 
     def frame(self, stream: Stream, head: memoryview, payload: int) -> Sink | None:
         frame = decode_from_owner(head, str(self.peer))
@@ -121,27 +136,31 @@ class TcpLink(Link):
 
     def _arrive(self, lane: _Lane, frame: Data, payload: int) -> Sink:
         unit = lane.reads.pop(frame.seq, None)
-        if unit is None or payload != unit.nbytes or len(frame.checks) != 8 * len(unit.cells):
+        codec = wire_codec(frame.codec, str(self.peer))
+        if unit is None or len(frame.checks) != 8 * len(unit.cells) or codec not in (Codec.NONE, unit.codec):
             raise FrameRefused(peer=str(self.peer), reason="data that nobody asked for")
-        view = unit.local.data_view
-        sizes = unit.cells.sizes.tolist()
-        cells = [view[offset : offset + size] for offset, size in zip(unit.cells.local.tolist(), sizes, strict=True)]
         expected = [int.from_bytes(frame.checks[at : at + 8], "little") for at in range(0, len(frame.checks), 8)]
-        sink = Sink(cells, sizes, lambda: False)
-        lane.arriving[sink] = _Reading(frame.seq, unit, expected)
-        return sink
+        arrival = Arrival(codec, _place(unit), [True] * len(expected), payload, lambda: False, str(self.peer))
+        unit.sent_codec, unit.wire_nbytes = codec, payload
+        if unit.codec is Codec.LZ4:
+            unit.lz4_ratio = payload / unit.nbytes
+        lane.arriving[arrival.sink] = _Reading(frame.seq, unit, expected, arrival)
+        return arrival.sink
 
     def payload_done(self, stream: Stream, sink: Sink) -> None:
         reading = self._by_stream[stream].arriving.pop(sink)
         error: KVError | None = None
-        if sink.checks == reading.expected:
-            reading.unit.store_checks(reading.expected)
-        else:
-            bad = sum(ours != theirs for ours, theirs in zip(sink.checks, reading.expected, strict=True))
-            self._around.ledger.count_checksum_failure()
-            error = ChecksumMismatch(
-                peer=str(self.peer), transport="tcp", bad=bad, total=len(sink.checks), layer=reading.unit.layer
-            )
+        try:
+            checks, stored = reading.arrival.finish(reading.expected, self._around.codec_rates)
+            if checks != reading.expected:
+                bad = sum(ours != theirs for ours, theirs in zip(checks, reading.expected, strict=True))
+                self._around.ledger.count_checksum_failure()
+                raise ChecksumMismatch(
+                    peer=str(self.peer), transport="tcp", bad=bad, total=len(checks), layer=reading.unit.layer
+                )
+            reading.unit.store_checks(stored)
+        except KVError as failed:
+            error = failed
         self._around.poster.post(partial(self._read_over, reading.seq, error))
 
     def ended(self, stream: Stream, sink: Sink | None, cause: str) -> None:
@@ -153,3 +172,7 @@ class TcpLink(Link):
     def _read_over(self, seq: int, error: KVError | None) -> None:
         self._heard_ns = self._around.clock.monotonic_ns()
         self._settle(seq, error)
+
+
+def _place(unit: Unit) -> Place:
+    return Place(unit.local, unit.cells.local.tolist(), unit.cells.sizes.tolist(), unit.geometry())

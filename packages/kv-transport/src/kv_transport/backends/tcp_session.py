@@ -13,7 +13,8 @@ from kv_core.errors import KVError
 from kv_transport.backends.base import Surroundings
 from kv_transport.backends.session import OwnerSession
 from kv_transport.backends.stream import Sink, Stream
-from kv_transport.descriptors import merge_offsets
+from kv_transport.backends.wire_form import Arrival, Place, write_form
+from kv_transport.codecs import codec_name
 from kv_transport.errors import FrameRefused
 from kv_transport.frames import (
     Acked,
@@ -40,7 +41,7 @@ class TcpSession(OwnerSession):
     def __init__(self, around: Surroundings, peer: PeerName, on_end: Callable[[], None]) -> None:
         super().__init__(around, peer, on_end)
         self._streams: list[Stream] = []
-        self._landings: dict[Sink, tuple[int, Landing | KVError]] = {}
+        self._landings: dict[Sink, tuple[int, Landing, Arrival] | tuple[int, KVError]] = {}
 
     def attach(self, stream: Stream) -> None:
         """On the loop: one more stream of this connection."""
@@ -82,33 +83,35 @@ class TcpSession(OwnerSession):
             sink = Sink([None], [payload], lambda: True)
             self._landings[sink] = frame.seq, error
             return sink
-        if landing.nbytes != payload:
+        geometry = landing.entry.arena.geometry if landing.entry is not None else None
+        try:
+            arrival = Arrival(
+                landing.codec,
+                Place(landing.memory, landing.offsets, landing.sizes, geometry),
+                [landing.writable(cell) for cell in range(len(landing.sizes))],
+                payload,
+                lambda: landing.revoked,
+                str(self.peer),
+            )
+        except FrameRefused:
             self._around.ledger.abort(landing)
-            raise FrameRefused(peer=str(self.peer), reason=f"{payload} bytes for a unit of {landing.nbytes}")
-        view = landing.memory.data_view
-        cells = [
-            view[offset : offset + size] if landing.writable(cell) else None
-            for cell, (offset, size) in enumerate(zip(landing.offsets, landing.sizes, strict=True))
-        ]
-        sink = Sink(cells, landing.sizes, lambda: landing.revoked)
-        self._landings[sink] = frame.seq, landing
-        return sink
+            raise
+        self._landings[arrival.sink] = frame.seq, landing, arrival
+        return arrival.sink
 
     def payload_done(self, stream: Stream, sink: Sink) -> None:
-        seq, landing = self._landings.pop(sink)
-        if isinstance(landing, KVError):
-            stream.send(encode(refusal(seq, landing)))
-            return
-        # A cell that was not written counts as what it already is.
-        checks = [
-            expected if check is None else check for check, expected in zip(sink.checks, landing.expected, strict=True)
-        ]
-        try:
-            self._around.ledger.land(landing, checks)
-        except KVError as error:
-            stream.send(encode(refusal(seq, error)))
-        else:
-            stream.send(encode(Acked(seq)))
+        match self._landings.pop(sink):
+            case seq, KVError() as error:
+                stream.send(encode(refusal(seq, error)))
+            case seq, landing, arrival:
+                try:
+                    checks, stored = arrival.finish(landing.expected, self._around.codec_rates)
+                    self._around.ledger.land(landing, checks, stored, arrival.payload)
+                except KVError as error:
+                    self._around.ledger.abort(landing)
+                    stream.send(encode(refusal(seq, error)))
+                else:
+                    stream.send(encode(Acked(seq)))
 
     def _read(self, stream: Stream, frame: Read) -> None:
         try:
@@ -116,20 +119,22 @@ class TcpSession(OwnerSession):
         except KVError as error:
             stream.send(encode(refusal(frame.seq, error)))
             return
-        view = serving.memory.data_view
-        checks = serving.checks or [
-            crc64(view[offset : offset + size]) for offset, size in zip(serving.offsets, serving.sizes, strict=True)
-        ]
-        pieces = merge_offsets(serving.offsets, serving.sizes)
-        stream.send(
-            encode(Data(frame.seq, pack_checks(checks))), [view[offset : offset + size] for offset, size in pieces]
-        )
+        place = Place(serving.memory, serving.offsets, serving.sizes, serving.geometry)
+        checks = serving.checks or [crc64(cell) for cell in place.cells()]
+        try:
+            form = write_form(serving.codec, place, checks, self._around.codec_rates, str(self._around.me))
+        except KVError as error:
+            stream.send(encode(refusal(frame.seq, error)))
+            return
+        stream.send(encode(Data(frame.seq, pack_checks(form.checks), codec_name(form.codec))), form.parts)
 
     def ended(self, stream: Stream, sink: Sink | None, cause: str) -> None:
         if sink is not None:
-            _, landing = self._landings.pop(sink)
-            if isinstance(landing, Landing):
-                self._around.ledger.abort(landing)
+            match self._landings.pop(sink):
+                case _, Landing() as landing, _:
+                    self._around.ledger.abort(landing)
+                case _:
+                    pass
         self._around.poster.post(partial(self._lost, cause))
 
     def _on_frame(self, frame: FromInitiator) -> None:

@@ -1,0 +1,96 @@
+"""How fast the codecs are on this machine: tried once, then learnt from use. Thread-safe."""
+
+import threading
+from typing import Final
+
+import numpy as np
+
+from kv_core.block import BlockGeometry
+from kv_core.clock import Clock
+from kv_core.dtypes import DType
+from kv_transport.codec_choice import CodecCost
+from kv_transport.codecs import Codec, compress, decode_cell, decompress, encode_cell, encoded_cell_nbytes
+
+_TRIAL: Final = BlockGeometry(num_layers=1, num_kv_heads=8, head_dim=128, dtype=DType.BF16, block_size=16)
+"""64 KiB of bf16: a cell of a common model."""
+_TRIALS: Final = 3
+_WEIGHT: Final = 0.2
+
+
+class CodecRates:
+    """KV bytes a second, encoding and decoding. The peer is taken to be as fast as we are."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._begun = False
+        self._encode: dict[Codec, float] = {}
+        self._decode: dict[Codec, float] = {}
+
+    def begin_trial(self) -> None:
+        """Try every codec once, in a thread of its own; nothing is known until then. Idempotent."""
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self.try_out, name="kv-codec-trial", daemon=True).start()
+
+    def try_out(self) -> None:
+        """Encode and decode one cell with each codec, a few times: some 20 ms."""
+        rng = np.random.default_rng(0)
+        values = rng.standard_normal(_TRIAL.slot_layer_nbytes // 2, np.float32)
+        cell = memoryview((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+        out = memoryview(bytearray(len(cell)))
+        # Half of it repeats, or LZ4 would have nothing to do.
+        text = bytes(cell[: len(cell) // 2]) + bytes(len(cell) // 2)
+        for _ in range(_TRIALS):
+            started = self._clock.monotonic_ns()
+            packed = compress(text) or b""
+            started = self.encoded(Codec.LZ4, len(text), started)
+            decompress(packed, len(text))
+            self.decoded(Codec.LZ4, len(text), started)
+            for codec in (Codec.FP8_E4M3, Codec.INT8):
+                started = self._clock.monotonic_ns()
+                data = encode_cell(codec, _TRIAL, cell)
+                started = self.encoded(codec, len(cell), started)
+                decode_cell(codec, _TRIAL, data, out)
+                self.decoded(codec, len(cell), started)
+
+    def now_ns(self) -> int:
+        """Where a measurement begins."""
+        return self._clock.monotonic_ns()
+
+    def encoded(self, codec: Codec, nbytes: int, started_ns: int) -> int:
+        """So many bytes of KV were encoded since then; the time now."""
+        return self._note(self._encode, codec, nbytes, started_ns)
+
+    def decoded(self, codec: Codec, nbytes: int, started_ns: int) -> int:
+        """So many bytes of KV were decoded since then; the time now."""
+        return self._note(self._decode, codec, nbytes, started_ns)
+
+    def sample_lz4(self, data: memoryview) -> float:
+        """What part of itself LZ4 leaves of this, at most 1."""
+        packed = compress(data)
+        return 1.0 if packed is None else len(packed) / len(data)
+
+    def costs(self, geometry: BlockGeometry | None, lz4_ratio: float | None) -> list[CodecCost]:
+        """What is known, for cells of this form (None: plain bytes) and data that LZ4 leaves this part of."""
+        found = []
+        with self._lock:
+            for codec in (Codec.LZ4, Codec.FP8_E4M3, Codec.INT8):
+                if codec not in self._encode or codec not in self._decode:
+                    continue
+                ratio = lz4_ratio
+                if codec is not Codec.LZ4:
+                    if geometry is None or geometry.dtype is not DType.BF16:
+                        continue
+                    ratio = encoded_cell_nbytes(codec, geometry) / geometry.slot_layer_nbytes
+                if ratio is not None:
+                    found.append(CodecCost(codec, ratio, self._encode[codec], self._decode[codec]))
+        return found
+
+    def _note(self, rates: dict[Codec, float], codec: Codec, nbytes: int, started_ns: int) -> int:
+        now = self._clock.monotonic_ns()
+        rate = nbytes * 1e9 / max(1, now - started_ns)
+        with self._lock:
+            known = rates.get(codec)
+            rates[codec] = rate if known is None else known + _WEIGHT * (rate - known)
+        return now
