@@ -202,6 +202,18 @@ static uint64_t copy_and_sum(uint8_t *to, const uint8_t *from, size_t n, uint64_
     return crc;
 }
 
+static uint64_t sum(const uint8_t *p, size_t n, uint64_t crc)
+{
+#if HAVE_X86
+    /* Nothing is written when there is nothing to copy. */
+    if (have_avx512)
+        return crc_folded512(crc, (uint8_t *)p, NULL, n);
+    if (have_pclmul)
+        return crc_folded(crc, (uint8_t *)p, NULL, n);
+#endif
+    return crc_plain(crc, p, n);
+}
+
 static void detect(int pclmul, int avx2, int avx512)
 {
 #if HAVE_X86
@@ -271,6 +283,106 @@ two:
     PyBuffer_Release(&from);
 to_only:
     PyBuffer_Release(&to);
+    return result;
+}
+
+/* The sum of two pieces one after the other, from theirs: the first is multiplied by x**(bits of the second). The
+ * method of zlib's crc32_combine: powers by squaring. */
+static uint64_t x_to_2[64]; /* x**(2**i) mod P, reflected */
+
+static uint64_t times(uint64_t a, uint64_t b)
+{
+    uint64_t product = 0;
+    for (uint64_t bit = 1ULL << 63; bit; bit >>= 1) {
+        product ^= a & bit ? b : 0;
+        b = (b >> 1) ^ (b & 1 ? POLY : 0);
+    }
+    return product;
+}
+
+static void make_powers(void)
+{
+    x_to_2[0] = 1ULL << 62;
+    for (int i = 1; i < 64; i++)
+        x_to_2[i] = times(x_to_2[i - 1], x_to_2[i - 1]);
+}
+
+static uint64_t x_to_bytes(uint64_t nbytes)
+{
+    uint64_t power = 1ULL << 63;
+    for (int i = 3; nbytes; nbytes >>= 1, i++)
+        if (nbytes & 1)
+            power = times(x_to_2[i & 63], power);
+    return power;
+}
+
+/* combine(checks, sizes): the sum of all pieces one after the other. */
+static PyObject *py_combine(PyObject *self, PyObject *args)
+{
+    PyObject *checks_object, *sizes_object;
+    Py_buffer checks, sizes;
+    if (!PyArg_ParseTuple(args, "OO", &checks_object, &sizes_object))
+        return NULL;
+    if (get(checks_object, &checks, PyBUF_SIMPLE, "checks", -1) < 0)
+        return NULL;
+    if (get(sizes_object, &sizes, PyBUF_SIMPLE, "sizes", checks.len) < 0) {
+        PyBuffer_Release(&checks);
+        return NULL;
+    }
+    const uint64_t *check = checks.buf, *size = sizes.buf;
+    Py_ssize_t count = checks.len / 8;
+    uint64_t total = 0, last = 0, power = 1ULL << 63;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (size[i] != last) {
+            last = size[i];
+            power = x_to_bytes(last);
+        }
+        total = times(power, total) ^ check[i];
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&checks);
+    return PyLong_FromUnsignedLongLong(total);
+}
+
+/* sum_cells(from, cells, checks): cells are int64 pairs (offset, nbytes); `checks` takes the sum of each. */
+static PyObject *py_sum_cells(PyObject *self, PyObject *args)
+{
+    PyObject *from_object, *cells_object, *checks_object, *result = NULL;
+    Py_buffer from, cells, checks;
+    if (!PyArg_ParseTuple(args, "OOO", &from_object, &cells_object, &checks_object))
+        return NULL;
+    if (get(from_object, &from, PyBUF_SIMPLE, "from", -1) < 0)
+        return NULL;
+    if (get(cells_object, &cells, PyBUF_SIMPLE, "cells", -1) < 0)
+        goto from_only;
+    if (get(checks_object, &checks, PyBUF_WRITABLE, "checks", cells.len / 16 * 8) < 0)
+        goto two;
+    const int64_t *cell = cells.buf;
+    uint64_t *check = checks.buf;
+    Py_ssize_t count = cells.len / 16;
+    if (cells.len % 16) {
+        PyErr_SetString(PyExc_ValueError, "cells are pairs of int64");
+        goto all;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (cell[2 * i] < 0 || cell[2 * i + 1] < 0 || cell[2 * i] > from.len - cell[2 * i + 1]) {
+            PyErr_Format(PyExc_IndexError, "cell %zd lies outside its memory", i);
+            goto all;
+        }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        check[i] = ~sum((const uint8_t *)from.buf + cell[2 * i], (size_t)cell[2 * i + 1], ~0ULL);
+    Py_END_ALLOW_THREADS
+    result = Py_None;
+    Py_INCREF(result);
+all:
+    PyBuffer_Release(&checks);
+two:
+    PyBuffer_Release(&cells);
+from_only:
+    PyBuffer_Release(&from);
     return result;
 }
 
@@ -480,6 +592,8 @@ static PyObject *py_set_features(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"copy_cells", py_copy_cells, METH_VARARGS, NULL},
+    {"sum_cells", py_sum_cells, METH_VARARGS, NULL},
+    {"combine", py_combine, METH_VARARGS, NULL},
     {"quantise_bf16", py_quantise, METH_VARARGS, NULL},
     {"dequantise_bf16", py_dequantise, METH_VARARGS, NULL},
     {"set_features", py_set_features, METH_VARARGS, NULL},
@@ -489,6 +603,7 @@ static PyMethodDef methods[] = {
 static int prepare(PyObject *module)
 {
     make_tables();
+    make_powers();
 #if HAVE_X86
     make_constants();
 #endif

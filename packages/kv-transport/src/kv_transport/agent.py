@@ -48,7 +48,7 @@ from kv_transport.stats import AgentStats, Totals
 from kv_transport.tickets import WIRE_VERSION, AgentMetadata, BackendAddress, ReadGrant, RegionInfo, WriteGrant
 from kv_transport.types import Access, PeerName, TransferPriority, XferOp
 from kv_transport.units import Unit
-from kv_transport.xfer import Xfer, XferDlist, check_notif, check_pairs, plain_units
+from kv_transport.xfer import Xfer, XferDlist, check_notif, check_pairs
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class TransferAgent:
         """Post it; wait with `await xfer.done()`. Raises `XferActive` for one that is in flight or released."""
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
-        units = plain_units(xfer, self.regions, self.config.unit_bytes)
+        units = xfer.units(self.regions, self.config.unit_bytes)
         flow = self.start_flow(
             peer,
             name=xfer.name,
@@ -298,7 +298,7 @@ class TransferAgent:
             ticket=None,
             layers=range(0),
             total_bytes=xfer.total_bytes,
-            regions={int(desc.region) for desc in xfer.local},
+            regions=set(xfer.regions),
         )
         xfer.begin(flow)
         if xfer.notif and len(units) > 1:

@@ -29,10 +29,9 @@ def copy_cells(
     Raises:
         CopyStopped: `stopped` said so; any part may have been copied.
     """
-    to, of = (cells.local, cells.remote) if into_local else (cells.remote, cells.local)
-    table = np.stack((to, of, cells.sizes), axis=1)
+    table, groups = cells.table(into_local=into_local)
     checks: list[int] = []
-    for start, end in _groups(cells.sizes.tolist()):
+    for start, end in groups:
         if cells.sizes[start] > limits.COPY_PIECE_BYTES:
             checks.append(_copy_long(destination, source, table[start], stopped))
             continue
@@ -42,18 +41,27 @@ def copy_cells(
     return checks
 
 
-def _groups(sizes: list[int]) -> list[tuple[int, int]]:
-    """Index ranges of together at most a piece; a longer cell is alone."""
-    groups = []
-    begin = filled = 0
-    for index, size in enumerate(sizes):
-        if filled and filled + size > limits.COPY_PIECE_BYTES:
-            groups.append((begin, index))
-            begin, filled = index, 0
-        filled += size
-    if sizes:
-        groups.append((begin, len(sizes)))
-    return groups
+def copy_unsealed(
+    destination: Memory, source: Memory, cells: Cells, *, into_local: bool, stopped: Callable[[], bool]
+) -> tuple[list[int], list[int]]:
+    """The same for memory that keeps no checksums: those of the destination, and those of the source.
+
+    The source of each piece is summed right before it is copied (a write) or right after (a read: were it changed
+    meanwhile, the two differ), so that memory is read once and not twice. Cells are at most `COPY_PIECE_BYTES` long.
+    """
+    table, groups = cells.table(into_local=into_local)
+    arrived: list[int] = []
+    read: list[int] = []
+    for start, end in groups:
+        if stopped():
+            raise CopyStopped
+        part = table[start:end]
+        if not into_local:
+            read += kernels.sum_cells(source.data_view, part[:, 1:])
+        arrived += kernels.copy_cells(destination.data_view, source.data_view, part)
+        if into_local:
+            read += kernels.sum_cells(source.data_view, part[:, 1:])
+    return arrived, read
 
 
 def _copy_long(destination: Memory, source: Memory, cell: kernels.CellTable, stopped: Callable[[], bool]) -> int:

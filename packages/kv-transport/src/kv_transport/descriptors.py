@@ -9,6 +9,7 @@ D1: cutting and merging keep every byte exactly once, in order. D2: a unit never
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -26,20 +27,31 @@ class Run:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Cells in order: offset on our side, offset on the peer's, length."""
+    """Cells in order: offset on our side, offset on the peer's, length. Not to be changed."""
 
-    local: IntArray
-    remote: IntArray
-    sizes: IntArray
+    __slots__ = ("_tables", "local", "nbytes", "remote", "sizes")
+
+    def __init__(self, local: IntArray, remote: IntArray, sizes: IntArray) -> None:
+        self.local: Final = local
+        self.remote: Final = remote
+        self.sizes: Final = sizes
+        self.nbytes: Final = int(sizes.sum())
+        self._tables: dict[bool, tuple[IntArray, list[tuple[int, int]]]] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.sizes.sum())
+    def table(self, *, into_local: bool) -> tuple[IntArray, list[tuple[int, int]]]:
+        """What a copy needs, made once: `(n, 3)` of destination, source and length, and which cells make up each
+        piece of at most `COPY_PIECE_BYTES`, as index ranges; a longer cell is a piece of its own.
+        """
+        found = self._tables.get(into_local)
+        if found is None:
+            to, of = (self.local, self.remote) if into_local else (self.remote, self.local)
+            table = np.stack((to, of, self.sizes), axis=1).astype(np.int64, copy=False)
+            found = self._tables[into_local] = table, _groups(self.sizes.tolist())
+        return found
 
     def part(self, start: int, end: int) -> "Cells":
         return Cells(self.local[start:end], self.remote[start:end], self.sizes[start:end])
@@ -59,6 +71,19 @@ class Cells:
                 self.local[first].tolist(), self.remote[first].tolist(), nbytes.tolist(), strict=True
             )
         ]
+
+
+def _groups(sizes: list[int]) -> list[tuple[int, int]]:
+    groups = []
+    begin = filled = 0
+    for index, size in enumerate(sizes):
+        if filled and filled + size > limits.COPY_PIECE_BYTES:
+            groups.append((begin, index))
+            begin, filled = index, 0
+        filled += size
+    if sizes:
+        groups.append((begin, len(sizes)))
+    return groups
 
 
 def merge_offsets(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

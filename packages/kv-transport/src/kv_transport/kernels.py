@@ -7,12 +7,13 @@ FP8 is E4M3 (finite, largest 448) with one scale per channel, a power of two in 
 the OCP MX formats): a channel is one (plane, head, dim) of a block, its values are the block's tokens.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_core.checksum import crc64
+from kv_core.checksum import crc64, crc64_combine
 
 try:
     from kv_transport import _kernels as _kernels
@@ -70,6 +71,46 @@ def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable, previ
             check = crc64(to[target + begin : target + begin + size], check)
         checks.append(check)
     return checks
+
+
+def sum_cells(source: memoryview, cells: NDArray[np.int64]) -> list[int]:
+    """The CRC-64 of each cell; `cells` is `(n, 2)`: offset, bytes.
+
+    Raises:
+        IndexError: a cell lies outside.
+    """
+    if _kernels is None:
+        return plain_sum_cells(source, cells)
+    checks = np.empty(len(cells), np.uint64)
+    _kernels.sum_cells(source, np.ascontiguousarray(cells, np.int64), checks)
+    found: list[int] = checks.tolist()
+    return found
+
+
+def plain_sum_cells(source: memoryview, cells: NDArray[np.int64]) -> list[int]:
+    """The same without compiled code."""
+    table = cells.tolist()
+    for index, (offset, nbytes) in enumerate(table):
+        if min(offset, nbytes) < 0 or offset + nbytes > len(source):
+            raise IndexError(f"cell {index} lies outside its memory")
+    return [crc64(source[offset : offset + nbytes]) for offset, nbytes in table]
+
+
+def combine(checks: Sequence[int], sizes: Sequence[int]) -> int:
+    """The CRC-64 of pieces one after the other, from theirs; one size for each."""
+    if len(checks) < 2:
+        return checks[0] if checks else 0
+    if _kernels is None:
+        return plain_combine(checks, sizes)
+    return _kernels.combine(np.array(checks, np.uint64), np.array(sizes, np.int64))
+
+
+def plain_combine(checks: Sequence[int], sizes: Sequence[int]) -> int:
+    """The same without compiled code."""
+    total = 0
+    for check, size in zip(checks, sizes, strict=True):
+        total = crc64_combine(total, check, size)
+    return total
 
 
 def quantise_bf16(source: NDArray[np.uint16], codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> bool:

@@ -6,10 +6,10 @@ summed twice. Units of plain regions have no tokens: their header counts cells o
 
 from collections.abc import Sequence
 
-from kv_core.checksum import crc64_combine
 from kv_core.dtypes import DType
 from kv_core.header import KVCacheTransferHeader
 from kv_core.ids import RequestId
+from kv_transport import kernels
 from kv_transport.errors import ChecksumMismatch, FrameRefused
 from kv_transport.tickets import ReadGrant, WriteGrant
 
@@ -19,10 +19,7 @@ PLAIN = RequestId("plain")
 
 def combined(checks: Sequence[int], sizes: Sequence[int]) -> int:
     """CRC-64 of the pieces one after the other."""
-    total = checks[0]
-    for check, size in zip(checks[1:], sizes[1:], strict=True):
-        total = crc64_combine(total, check, size)
-    return total
+    return kernels.combine(checks, sizes)
 
 
 def ticket_header(

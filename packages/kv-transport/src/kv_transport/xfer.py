@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kv_core.ids import NodeId, RegionId
 from kv_transport import limits
@@ -66,16 +66,21 @@ class Xfer:
         self._on_release = on_release
         self._flow: Flow | None = None
         self._gone = False
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(desc.nbytes for desc in self.local)
+        self._units: list[Unit] = []
+        self.total_bytes: Final = sum(desc.nbytes for desc in local)
+        self.regions: Final = frozenset(int(desc.region) for desc in local)
 
     @property
     def state(self) -> XferState:
         if self._gone:
             return XferState.RELEASED
         return self._flow.state if self._flow is not None else XferState.PENDING
+
+    def units(self, regions: RegionTable, unit_bytes: int) -> list[Unit]:
+        """For the agent: what to post, made once however often the transfer is posted."""
+        if not self._units:
+            self._units = plain_units(self, regions, unit_bytes)
+        return self._units
 
     def begin(self, flow: Flow) -> None:
         """For the agent: this is the posting at work."""

@@ -7,13 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from kv_core.checksum import crc64
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport import limits
 from kv_transport.arena import ArenaView, map_arena
 from kv_transport.backends.base import Link, LinkOwner, Surroundings
 from kv_transport.backends.seqpacket import FrameSocket
-from kv_transport.copying import CopyStopped, copy_cells
+from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
@@ -118,6 +117,9 @@ class ShmLink(Link):
                 self._read(unit, memory, self._stopped(ticket))
         except CopyStopped:
             error = self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
+        except IndexError:
+            # Our own side was checked when the transfer was made.
+            error = FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
         except KVError as refused:
             error = refused
         except Exception as bug:
@@ -129,8 +131,6 @@ class ShmLink(Link):
 
     def _check_shape(self, unit: Unit, memory: _Mapping) -> None:
         if unit.ticket is None:
-            if int((unit.cells.remote + unit.cells.sizes).max()) > len(memory.data):
-                raise FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
             return
         theirs = memory.shape if isinstance(memory, ArenaView) else None
         expected = remote_shape(unit.ticket.form, unit.ticket.num_slots)
@@ -138,19 +138,21 @@ class ShmLink(Link):
             raise GeometryMismatch(field="arena", ours=str(expected), theirs=str(theirs))
 
     def _write(self, seq: int, unit: Unit, memory: _Mapping, nonce: int, stopped: Callable[[], bool]) -> None:
-        expected = unit.take_checks()
         if unit.ticket is not None and isinstance(memory, ArenaView):
             require_generations(memory, unit.ticket, unit.start, unit.end)
-        checks = copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
+        if unit.arena is not None:
+            expected = unit.take_checks()
+            checks = copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
+        else:
+            checks, expected = copy_unsealed(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
         self._compare(unit, checks, expected)
         # The doorbell: rung by the thread that placed the bytes.
         self._socket.send(encode(Placed(seq, unit.head(nonce, checks))))
 
     def _read(self, unit: Unit, memory: _Mapping, stopped: Callable[[], bool]) -> None:
         if unit.ticket is None or not isinstance(memory, ArenaView):
-            checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
-            again = copy_checks(memory, unit)
-            self._compare(unit, checks, again)
+            checks, expected = copy_unsealed(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
+            self._compare(unit, checks, expected)
             return
         assert isinstance(unit.ticket, ReadGrant)
         grant = unit.ticket
@@ -229,15 +231,6 @@ class ShmLink(Link):
             memory.unmap()
         self._maps.clear()
         self._settle_all(self.lost)
-
-
-def copy_checks(memory: _Mapping, unit: Unit) -> list[int]:
-    """CRC-64 of the peer's side of a unit whose memory keeps no checksums."""
-    view = memory.data_view
-    return [
-        crc64(view[offset : offset + size])
-        for offset, size in zip(unit.cells.remote.tolist(), unit.cells.sizes.tolist(), strict=True)
-    ]
 
 
 def require_lease(memory: ArenaView, grant: ReadGrant) -> None:

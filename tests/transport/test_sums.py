@@ -1,0 +1,75 @@
+"""Checksums over many cells at once, and copies out of memory that keeps none."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.checksum import crc64
+from kv_transport import kernels, limits
+from kv_transport.copying import CopyStopped, copy_unsealed
+from kv_transport.descriptors import Cells
+from kv_transport.regions import SharedBuffer
+from tests.transport.helpers_transport import NO_RESERVE
+
+needs_compiled = pytest.mark.skipif(not kernels.COMPILED, reason="installed without a compiler")
+CONTENT = random.Random("sums").randbytes(70_000)
+
+
+@given(pieces=st.lists(st.integers(0, 5_000), min_size=1, max_size=12))
+def test_sums_of_pieces_combine_to_the_sum_of_the_whole(pieces: list[int]) -> None:
+    ends = np.cumsum(pieces)
+    cells = np.stack((ends - pieces, pieces), axis=1).astype(np.int64)
+    checks = kernels.sum_cells(memoryview(CONTENT), cells)
+    assert checks == [crc64(CONTENT[end - size : end]) for end, size in zip(ends.tolist(), pieces, strict=True)]
+    assert kernels.combine(checks, pieces) == crc64(CONTENT[: sum(pieces)])
+
+
+@needs_compiled
+@given(
+    checks=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=6),
+    size=st.integers(1, 1 << 40),
+    other=st.integers(1, 1 << 20),
+)
+def test_combining_agrees_with_its_plain_twin(checks: list[int], size: int, other: int) -> None:
+    sizes = [size if index % 2 else other for index in range(len(checks))]
+    assert kernels.combine(checks, sizes) == kernels.plain_combine(checks, sizes)
+
+
+@pytest.mark.parametrize("cell", [(-1, 2), (0, -1), (70_000, 1), (1, 70_000), (1 << 62, 1 << 62)])
+def test_a_cell_outside_is_not_summed(cell: tuple[int, int]) -> None:
+    for sum_cells in (kernels.sum_cells, kernels.plain_sum_cells):
+        with pytest.raises(IndexError):
+            sum_cells(memoryview(CONTENT), np.array([(0, 4), cell], np.int64))
+
+
+def test_pieces_of_a_copy_hold_every_cell_once_and_long_cells_alone() -> None:
+    rng = random.Random("pieces")
+    sizes = [rng.choice((1, 1_000, 300_000, limits.COPY_PIECE_BYTES, 3 * limits.COPY_PIECE_BYTES)) for _ in range(60)]
+    column = np.array(sizes, np.int64)
+    table, groups = Cells(column * 2, column * 3, column).table(into_local=True)
+    assert table.tolist() == [[2 * size, 3 * size, size] for size in sizes]
+    assert [index for start, end in groups for index in range(start, end)] == list(range(60))
+    assert all(end - start == 1 or sum(sizes[start:end]) <= limits.COPY_PIECE_BYTES for start, end in groups)
+
+
+@pytest.mark.parametrize("into_local", [False, True])
+def test_unsealed_memory_is_summed_on_both_sides_of_the_copy(into_local: bool) -> None:
+    with (
+        SharedBuffer.create(1 << 16, budget=NO_RESERVE) as mine,
+        SharedBuffer.create(1 << 16, budget=NO_RESERVE) as theirs,
+    ):
+        mine.data[:] = np.random.default_rng(1).integers(0, 256, 1 << 16, np.uint8)
+        theirs.data[:] = np.random.default_rng(2).integers(0, 256, 1 << 16, np.uint8)
+        offsets = np.array([0, 40_000], np.int64)
+        cells = Cells(offsets, offsets[::-1].copy(), np.array([5_000, 5_000], np.int64))
+        source, destination = (theirs, mine) if into_local else (mine, theirs)
+        arrived, read = copy_unsealed(destination, source, cells, into_local=into_local, stopped=lambda: False)
+        assert arrived == read
+        for index, (to, of) in enumerate([(0, 40_000), (40_000, 0)] if into_local else [(40_000, 0), (0, 40_000)]):
+            assert bytes(destination.data[to : to + 5_000]) == bytes(source.data[of : of + 5_000])
+            assert arrived[index] == crc64(destination.data_view[to : to + 5_000])
+        with pytest.raises(CopyStopped):
+            copy_unsealed(destination, source, cells, into_local=into_local, stopped=lambda: True)
