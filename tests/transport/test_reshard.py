@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kv_core.block import BlockGeometry, Layout
+from kv_core.block import BlockGeometry, BlockRef, Layout
 from kv_core.dtypes import DType
-from kv_transport import Access, XferDesc, XferOp
+from kv_core.ids import RequestId
+from kv_transport import ReadGrant, TransportConfig
 from kv_transport.config import TransportName
-from kv_transport.errors import GeometryMismatch, InvalidDescriptor
+from kv_transport.errors import ChecksumMismatch, GeometryMismatch, InvalidDescriptor, LeaseEnded
 from kv_transport.reshard import heads_of, reshard_runs, source_geometry
+from kv_transport.reshard_fetch import HeadSplit
 from tests.transport.helpers_transport import Node, config, introduce, node
 
 SIZES = st.integers(1, 9)
@@ -91,61 +94,135 @@ def test_numbers_that_cannot_be_are_refused() -> None:
 # Between agents.
 
 
-async def read_resharded(target: Node, sources: list[Node], heads: int, rank: int, size: int, slots: int) -> None:
-    """Fill every cell of the target out of the sources' open arenas, one transfer a source."""
-    runs = reshard_runs(target.arena.geometry, heads, rank, size, len(sources))
-    pieces: dict[int, list[tuple[XferDesc, XferDesc]]] = {}
-    for slot in range(slots):
-        for layer in range(target.arena.geometry.num_layers):
-            for run in runs:
-                source = sources[run.source_rank]
-                mine = target.arena.shape.offset(slot, layer) + run.target_offset
-                theirs = source.arena.shape.offset(slot, layer) + run.source_offset
-                pieces.setdefault(run.source_rank, []).append(
-                    (XferDesc(target.region, mine, run.nbytes), XferDesc(source.region, theirs, run.nbytes))
-                )
-    for source_rank, pairs in pieces.items():
-        name = sources[source_rank].agent.name.node
-        xfer = target.agent.initialize_xfer(XferOp.READ, [a for a, _ in pairs], [b for _, b in pairs], name)
-        async with xfer:
-            target.agent.transfer(xfer)
-            await xfer.done(20_000)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 3)])
-async def test_ranks_read_their_heads_from_ranks_of_another_size(
-    transport: TransportName, tmp_path: Path, before: int, after: int
-) -> None:
-    heads, slots = 8, 3
-    settings = config(transport, tmp_path / "sockets")
-    whole = np.random.default_rng(1).integers(0, 1 << 16, (slots, 2, 2, heads, 4, 8), dtype=np.uint16)
+@contextlib.asynccontextmanager
+async def ranks(
+    settings: TransportConfig, model: BlockGeometry, before: int, after: int, slots: int
+) -> AsyncIterator[tuple[list[Node], list[Node]]]:
+    """All ranks of both sides, introduced to each other; `model` has every head."""
+    heads = model.num_kv_heads
     async with contextlib.AsyncExitStack() as stack:
         sides: list[list[Node]] = []
-        for side, size in (("p", before), ("d", after)):
-            layout = Layout.LAYER_FIRST if side == "p" else Layout.BLOCK_FIRST
+        for side, size, layout in (("p", before, Layout.LAYER_FIRST), ("d", after, Layout.BLOCK_FIRST)):
             sides.append(
                 [
                     await stack.enter_async_context(
                         node(
                             f"{side}{rank}",
                             settings,
-                            geometry=source_geometry(geometry(1), heads, rank, size),
+                            geometry=source_geometry(model, heads, rank, size),
                             slots=slots,
                             layout=layout,
-                            access=Access.READ,
                         )
                     )
                     for rank in range(size)
                 ]
             )
-        sources, targets = sides
-        introduce(*sources, *targets)
-        for rank, source in enumerate(sources):
-            source.arena.array[:] = whole[:, :, :, heads_of(heads, rank, before)]
-        await asyncio.gather(
-            *(read_resharded(target, sources, heads, rank, after, slots) for rank, target in enumerate(targets))
-        )
-        for rank, target in enumerate(targets):
-            assert np.array_equal(target.arena.array, whole[:, :, :, heads_of(heads, rank, after)])
-        for one in (*sources, *targets):
+        introduce(*sides[0], *sides[1])
+        yield sides[0], sides[1]
+        for one in (*sides[0], *sides[1]):
             assert one.agent.inventory().work == ()
+
+
+def filled_ranks(sources: list[Node], whole: NDArray[np.uint16]) -> list[list[BlockRef]]:
+    """The same blocks at every rank, `whole` being `[block][layer][plane][head][token][dim]`; sealed."""
+    refs = [source.blocks(len(whole)) for source in sources]
+    for rank, source in enumerate(sources):
+        for ref, block in zip(refs[rank], whole, strict=True):
+            source.arena.array[ref.slot] = block[:, :, heads_of(whole.shape[3], rank, len(sources))]
+            source.arena.seal_block(ref.slot)
+    return refs
+
+
+def leases(sources: list[Node], refs: list[list[BlockRef]], name: str = "request-1") -> list[ReadGrant]:
+    tokens = len(refs[0]) * sources[0].arena.geometry.block_size
+    return [
+        source.engine.lease_reads(RequestId(name), blocks, seq_start=0, seq_end=tokens, lease_ms=60_000)
+        for source, blocks in zip(sources, refs, strict=True)
+    ]
+
+
+def release(sources: list[Node], grants: list[ReadGrant]) -> None:
+    for source, grant in zip(sources, grants, strict=True):
+        source.engine.release_lease(grant.ticket)
+
+
+@pytest.mark.parametrize(
+    ("heads", "planes", "before", "after"),
+    [(8, 2, 2, 4), (8, 2, 4, 2), (8, 2, 2, 1), (8, 2, 1, 3), (8, 2, 4, 4), (1, 1, 4, 1), (2, 2, 1, 4)],
+)
+async def test_ranks_read_their_heads_from_ranks_of_another_size(
+    transport: TransportName, tmp_path: Path, heads: int, planes: int, before: int, after: int
+) -> None:
+    """Also the same size on both sides: rank r gets rank r's; and one latent head that every rank holds."""
+    model = geometry(heads, planes)
+    whole = np.random.default_rng(1).integers(0, 1 << 16, (3, 2, planes, heads, 4, 8), dtype=np.uint16)
+    async with ranks(config(transport, tmp_path / "sockets"), model, before, after, slots=4) as (sources, targets):
+        grants = leases(sources, filled_ranks(sources, whole))
+
+        async def read(rank: int, target: Node) -> None:
+            into = target.blocks(3)
+            future = target.engine.fetch_heads(grants, into, HeadSplit(heads, rank, after))
+            await future.layer_ready(1)
+            stats = await future.wait(20_000)
+            assert stats.nbytes == future.total_bytes and stats.transport == transport
+            assert future.missing_layers == [] and future.fidelity.is_exact
+            for ref, block in zip(into, whole, strict=True):
+                assert np.array_equal(target.arena.array[ref.slot], block[:, :, heads_of(heads, rank, after)])
+            assert target.sealed_and_right(into)
+
+        await asyncio.gather(*(read(rank, target) for rank, target in enumerate(targets)))
+        release(sources, grants)
+
+
+async def test_many_reshards_at_once_do_not_mix(tmp_path: Path) -> None:
+    model = geometry(4, layers=1)
+    async with ranks(config("tcp", tmp_path), model, 2, 1, slots=64) as (sources, (target,)):
+
+        async def read(index: int) -> None:
+            whole = np.random.default_rng(index).integers(0, 1 << 16, (1, 1, 2, 4, 4, 8), dtype=np.uint16)
+            grants = leases(sources, filled_ranks(sources, whole), f"request-{index}")
+            into = target.blocks(1)
+            await target.engine.fetch_heads(grants, into, HeadSplit(4, 0, 1)).wait(20_000)
+            assert np.array_equal(target.arena.array[into[0].slot], whole[0])
+            release(sources, grants)
+
+        await asyncio.gather(*(read(index) for index in range(64)))
+
+
+async def test_heads_of_a_damaged_cell_are_not_sealed(transport: TransportName, tmp_path: Path) -> None:
+    whole = np.random.default_rng(2).integers(0, 1 << 16, (2, 2, 2, 4, 4, 8), dtype=np.uint16)
+    async with ranks(config(transport, tmp_path / "sockets"), geometry(4), 2, 1, slots=2) as (sources, (target,)):
+        refs = filled_ranks(sources, whole)
+        grants = leases(sources, refs)
+        sources[1].arena.array[refs[1][1].slot, 1, 0, 0, 0, 0] ^= 1
+        into = target.blocks(2)
+        with pytest.raises(ChecksumMismatch):
+            await target.engine.fetch_heads(grants, into, HeadSplit(4, 0, 1)).wait(20_000)
+        assert target.arena.block_checks(into[1].slot)[1] == 0
+        release(sources, grants)
+
+
+async def test_a_source_that_ends_its_lease_ends_the_whole_read(tmp_path: Path) -> None:
+    whole = np.zeros((1, 2, 2, 4, 4, 8), np.uint16)
+    async with ranks(config("tcp", tmp_path), geometry(4), 2, 1, slots=1) as (sources, (target,)):
+        grants = leases(sources, filled_ranks(sources, whole))
+        release(sources[1:], grants[1:])
+        with pytest.raises(LeaseEnded):
+            await target.engine.fetch_heads(grants, target.blocks(1), HeadSplit(4, 0, 1)).wait(20_000)
+        release(sources, grants)
+
+
+async def test_leases_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    whole = np.zeros((2, 2, 2, 4, 4, 8), np.uint16)
+    async with ranks(config("tcp", tmp_path), geometry(4), 2, 1, slots=4) as (sources, (target,)):
+        refs = filled_ranks(sources, whole)
+        grants, into = leases(sources, refs), target.blocks(2)
+        shorter = leases(sources, [blocks[:1] for blocks in refs])
+        with pytest.raises(InvalidDescriptor, match="the same tokens and layers"):
+            target.engine.fetch_heads([grants[0], shorter[1]], into, HeadSplit(4, 0, 1))
+        with pytest.raises(GeometryMismatch, match="num_kv_heads differs: ours is 4, theirs is 2"):
+            target.engine.fetch_heads(grants[:1], into, HeadSplit(4, 0, 1))
+        with pytest.raises(GeometryMismatch, match="num_kv_heads differs: ours is 4, theirs is 2"):
+            target.engine.fetch_heads(grants, into, HeadSplit(4, 0, 2))
+        release(sources, grants)
+        release(sources, shorter)

@@ -18,6 +18,7 @@ from kv_transport.recovery import (
     diagnose_transfer_failure,
 )
 from kv_transport.regions import Inventory, InventoryItem, MemoryRegion, Notif, SharedBuffer, XferDesc
+from kv_transport.reshard_fetch import HeadSplit, ReshardFuture
 from kv_transport.stats import AgentStats, PeerStats
 from kv_transport.tickets import AgentMetadata, KVForm, ReadGrant, RegionInfo, WriteGrant
 from kv_transport.types import Access, PeerName, TransferPriority, TransferStats, XferOp, XferState
@@ -32,6 +33,7 @@ __all__ = [
     "FallbackToTcp",
     "FullPrefillFallback",
     "Handover",
+    "HeadSplit",
     "Inbound",
     "Inventory",
     "InventoryItem",
@@ -45,6 +47,7 @@ __all__ = [
     "ReadGrant",
     "RecoveryAction",
     "RegionInfo",
+    "ReshardFuture",
     "RetryOnAlternateNode",
     "RetryWithBackoff",
     "SharedBuffer",

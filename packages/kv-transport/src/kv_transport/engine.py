@@ -13,6 +13,7 @@ from typing import Final
 
 from kv_core.block import BlockRef, KVCacheBlock, MemoryAddress, RegionOffset
 from kv_core.dtypes import DType
+from kv_core.errors import KVError
 from kv_core.ids import NodeId, RegionId, RequestId
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport.agent import TransferAgent
@@ -20,11 +21,13 @@ from kv_transport.arena import Arena
 from kv_transport.codec_choice import CodecPolicy
 from kv_transport.codecs import Codec
 from kv_transport.errors import AgentClosed, GeometryMismatch, GrantRefused, InvalidDescriptor, StaleIncarnation
+from kv_transport.flow import Flow
 from kv_transport.futures import TransferFuture
 from kv_transport.handover import Handover, check_forms, local_arena, require_fit, ticket_units
 from kv_transport.inbound import Inbound
 from kv_transport.ledger import new_ticket
 from kv_transport.peers import Peer
+from kv_transport.reshard_fetch import Assembly, HeadSplit, ReshardFuture, head_sources, slice_units
 from kv_transport.tickets import KVForm, ReadGrant, WriteGrant
 from kv_transport.types import TransferPriority, XferOp
 
@@ -264,13 +267,8 @@ class KVCacheTransferEngine:
         """
         self._require_open()
         arena = local_arena(self.agent.regions, into)
-        accepted = [one.value for one in accept]
-        cast = check_forms(KVForm.of(arena.geometry, arena.layout, arena.fp8_scale), read_grant.form, accepted)
-        fidelity = Fidelity.parse(read_grant.fidelity)
-        if not fidelity.is_exact and fidelity.codec not in accepted:
-            raise GeometryMismatch(field="fidelity", ours=", ".join(["exact", *accepted]), theirs=read_grant.fidelity)
-        both = [name for name in read_grant.codecs if name in accepted]
-        policy = self._policy(both, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
+        form = KVForm.of(arena.geometry, arena.layout, arena.fp8_scale)
+        policy = self._read_policy(read_grant, form, accept, codec)
         if len(into) != read_grant.num_positions:
             raise InvalidDescriptor(
                 what="blocks", value=len(into), reason=f"the lease has {read_grant.num_positions} positions"
@@ -278,23 +276,59 @@ class KVCacheTransferEngine:
         first, last = layers or (read_grant.layer_start, read_grant.layer_end)
         if not read_grant.layer_start <= first < last <= read_grant.layer_end:
             raise InvalidDescriptor(what="layers", value=[first, last], reason="they lie outside the lease")
-        agent = self.agent
-        flow = agent.start_flow(
-            self._peer_of(read_grant),
-            name=read_grant.request_id,
-            kind="fetch",
-            priority=priority,
-            ticket=read_grant,
-            layers=range(first, last),
-            total_bytes=(last - first) * len(into) * read_grant.form.geometry().slot_layer_nbytes,
-            regions={int(into[0].region)},
-            policy=policy,
-        )
-        unit_bytes = agent.config.unit_bytes
+        flow = self._start_fetch(self._peer_of(read_grant), read_grant, range(first, last), into, priority, policy)
+        unit_bytes = self.agent.config.unit_bytes
         for layer in range(first, last):
             flow.add(ticket_units(XferOp.READ, priority, read_grant, arena, into, layer, 0, unit_bytes))
         flow.seal()
         return TransferFuture(flow)
+
+    def fetch_heads(
+        self,
+        read_grants: Sequence[ReadGrant],
+        into: Sequence[BlockRef],
+        split: HeadSplit,
+        priority: TransferPriority = TransferPriority.HIGH,
+        *,
+        accept: Sequence[Codec] = LOSSLESS,
+        codec: Codec | None = None,
+    ) -> ReshardFuture:
+        """Read our heads from ranks of another tensor-parallel size, each of which has leased its part of the blocks.
+
+        Args:
+            read_grants: of every rank of the other side, in order of rank, over the same tokens and layers.
+            into: our blocks, one per position, generations already raised; as `fetch`.
+            split: which heads are ours.
+            accept, codec: as `fetch`.
+
+        Raises:
+            InvalidDescriptor, StaleGeneration, GeometryMismatch: these blocks or leases do not fit together.
+            UnknownPeer, StaleIncarnation: a holder was not introduced, or has restarted since.
+        """
+        self._require_open()
+        arena = local_arena(self.agent.regions, into)
+        sources = head_sources(arena, read_grants, len(into), split)
+        values = [one for one in accept if one is not Codec.FP8_CAST]
+        policies = [
+            self._read_policy(grant, KVForm.of(form, arena.layout, arena.fp8_scale), values, codec)
+            for _, grant, form, _ in sources
+        ]
+        peers = [self._peer_of(grant) for _, grant, _, _ in sources]
+        assembly, future = Assembly(len(sources)), ReshardFuture()
+        try:
+            for (rank, grant, _, runs), policy, peer in zip(sources, policies, peers, strict=True):
+                flow = self._start_fetch(peer, grant, range(grant.layer_start, grant.layer_end), into, priority, policy)
+                future.add(flow)
+                for layer in range(grant.layer_start, grant.layer_end):
+                    units = slice_units(priority, grant, arena, into, layer, self.agent.config.unit_bytes)
+                    for unit in units:
+                        unit.source, unit.table, unit.assembly = rank, runs, assembly
+                    flow.add(units)
+                flow.seal()
+        except KVError:
+            future.cancel()
+            raise
+        return future
 
     async def close(self) -> None:
         """Cancel every hand-over that is awaited here; idempotent. The agent stays open.
@@ -309,6 +343,37 @@ class KVCacheTransferEngine:
         await asyncio.gather(*(inbound.settled() for inbound in inbounds))
 
     # Inside.
+
+    def _start_fetch(
+        self,
+        peer: Peer,
+        grant: ReadGrant,
+        layers: range,
+        into: Sequence[BlockRef],
+        priority: TransferPriority,
+        policy: CodecPolicy,
+    ) -> Flow:
+        return self.agent.start_flow(
+            peer,
+            name=grant.request_id,
+            kind="fetch",
+            priority=priority,
+            ticket=grant,
+            layers=layers,
+            total_bytes=len(layers) * len(into) * grant.form.geometry().slot_layer_nbytes,
+            regions={int(into[0].region)},
+            policy=policy,
+        )
+
+    def _read_policy(self, grant: ReadGrant, form: KVForm, accept: Sequence[Codec], codec: Codec | None) -> CodecPolicy:
+        """For a read into blocks of `form`. Raises `GeometryMismatch`: nothing is defined between the two sides."""
+        accepted = [one.value for one in accept]
+        cast = check_forms(form, grant.form, accepted)
+        fidelity = Fidelity.parse(grant.fidelity)
+        if not fidelity.is_exact and fidelity.codec not in accepted:
+            raise GeometryMismatch(field="fidelity", ours=", ".join(["exact", *accepted]), theirs=grant.fidelity)
+        both = [name for name in grant.codecs if name in accepted]
+        return self._policy(both, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
 
     def _policy(self, accepted: Sequence[str], codec: Codec | None, fidelity: Fidelity) -> CodecPolicy:
         """Raises `GeometryMismatch` when the codec asked for is not accepted."""
