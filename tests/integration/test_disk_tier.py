@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_services.config import DiskTierSection, TiersSection
+from kv_services.config import DiskTierSection, RemoteTierSection, TiersSection
 from tests.integration.helpers_integration import BLOCK, Fabric, prompt, running, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -28,7 +28,10 @@ async def spilled(fabric: Fabric, node_id: str = "prefill-1") -> int:
 async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damage_is_computed_again(
     tmp_path: Path,
 ) -> None:
-    tiers = TiersSection(disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")))
+    tiers = TiersSection(
+        disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")),
+        remote=RemoteTierSection(size="64 MiB", url=f"file://{tmp_path}/shared"),
+    )
     async with running(slots=48, tiers=tiers) as fabric:
         first = prompt(1, LENGTH)
         assert (await fabric.ask(first, COUNT)).is_right(first, COUNT)
@@ -47,6 +50,7 @@ async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damag
 
         for node_id in NODES:
             await fabric.cluster.kill(node_id)
+        assert list((tmp_path / "shared" / NODES[0]).glob("*.meta"))
         await begin_again(fabric)
         assert [await spilled(fabric, node_id) for node_id in NODES] == before
         # The gateway hears of what outlived the restart: nothing but ends is computed.

@@ -25,7 +25,7 @@ from kv_prefix.tiers.catalog import TierCatalog
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.errors import TierFullError, TierIOError
 from kv_prefix.tiers.spill import SpillQueue
-from kv_prefix.tiers.store import Cells
+from kv_prefix.tiers.store import Cells, TierStore
 from kv_services.metrics import Metrics
 from kv_services.node import tiers as tiers_module
 from kv_services.node.pull_cost import PullCost
@@ -327,6 +327,41 @@ async def test_a_closing_node_writes_what_waits(node: Node) -> None:
     asyncio.get_running_loop().call_later(0.05, node.medium.gate.set)
     await node.tiers.close()
     assert node.disk.counts().blocks == 12
+
+
+async def test_a_store_that_answers_later_gets_what_memory_held_before(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers_module, "OPEN_AGAIN_NS", 0)
+    tries: list[int] = []
+
+    def open_store() -> tuple[TierStore, list[PlacedBlock]]:
+        tries.append(1)
+        if len(tries) < 3:
+            raise TierIOError(where="store", reason="not yet")
+        return Medium(), []
+
+    def make_tier(store: TierStore, held: Sequence[PlacedBlock]) -> NodeTier:
+        queue = SpillQueue(node.pool, TierCatalog(64), 4, node.tiers.scopes_of)
+        cost = TierCost("remote", GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
+        return NodeTier(
+            Tier.REMOTE, store, held, queue, node.arena, node.clock, node.metrics, cost, on_events=node.tiers.on_events
+        )
+
+    tokens = prompt(1, 4)
+    node.compute(tokens)
+    node.tiers.open_later(open_store, make_tier)
+    async with asyncio.timeout(20):
+        while node.tiers.counts().get("remote", node.disk.counts()).blocks < 4 or len(node.tiers.tiers) < 2:
+            node.tiers.tick()
+            await asyncio.sleep(0.005)
+    # A prompt that left memory and disk comes back from there.
+    node.pool.purge(NS.digest)
+    node.flush()
+    node.disk.purge(lambda block: True)
+    assert node.tiers_of(tokens) == (0, 0, 0, 4)
+    assert await node.promote(tokens) == 4
+    assert node.in_memory(tokens) == 4
 
 
 async def test_purges_outlive_the_process_beside_the_blocks(node: Node, tmp_path: Path) -> None:

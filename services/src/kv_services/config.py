@@ -174,10 +174,25 @@ class DiskTierSection(_Section, frozen=True, kw_only=True):
     ] = ""
 
 
+class RemoteTierSection(_Section, frozen=True, kw_only=True):
+    """KV in an object store, below the disk. Credentials come from the environment. Needs the extra `remote`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(s3|gs|az|file)://.+$",
+            description="s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix or file:///shared/folder",
+        ),
+    ]
+    size: Annotated[Bytes, Meta(description="most bytes of one node")]
+    endpoint: Annotated[str, Meta(description="URL of an S3-compatible store that is not Amazon's")] = ""
+
+
 class TiersSection(_Section, frozen=True, kw_only=True):
     """Slower tiers below the memory of nodes that hold KV; none unless they are named."""
 
     disk: Annotated[DiskTierSection | None, Meta(description="KV on disk")] = None
+    remote: Annotated[RemoteTierSection | None, Meta(description="KV in an object store")] = None
 
 
 class TenantConfig(_Section, frozen=True, kw_only=True):

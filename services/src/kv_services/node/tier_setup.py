@@ -1,6 +1,6 @@
 """Opens the tiers that the cluster file gives a node, and says what of an earlier life may stay in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +10,7 @@ from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.catalog import TierCatalog
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.disk import DiskShape, DiskStore
+from kv_prefix.tiers.remote import RemoteStore, require_library
 from kv_prefix.tiers.spill import SpillQueue
 from kv_prefix.tiers.store import TierStore
 from kv_services.config import ClusterConfig, parse_bytes
@@ -25,6 +26,9 @@ OPEN_TENANT: Final = "default"
 DISK_NS_PER_BYTE: Final = 4.0
 """Assumed of a disk before the first load: 250 MB/s."""
 DISK_OVERHEAD_NS: Final = 2_000_000.0
+REMOTE_NS_PER_BYTE: Final = 20.0
+"""Assumed of an object store before the first load: 50 MB/s."""
+REMOTE_OVERHEAD_NS: Final = 50_000_000.0
 
 
 def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
@@ -32,28 +36,40 @@ def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
 
     Raises:
         TierError: a tier cannot be used: its folder is in use, holds no block, or cannot be written.
+        MissingExtraError: a remote tier is configured, and its library is not installed.
     """
     config = ctx.config
     ctx.tiers.keep_only(_keeper(config, weights_revision))
+    shape = _shape(ctx)
     disk = config.tiers.disk
     if disk is not None:
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
         folder = Path(disk.path) if disk.path else config.state_path / "tiers"
-        geometry = ctx.arena.geometry
-        name = f"{geometry.dtype.value}, {geometry.num_planes} planes, {geometry.num_kv_heads} heads"
-        shape = DiskShape(
-            geometry.slot_layer_nbytes, geometry.num_layers, geometry.block_size, f"{name} of {geometry.head_dim}"
-        )
         store, held = DiskStore.open(folder / ctx.node.id, shape, parse_bytes(disk.size))
-        _add(ctx, Tier.DISK, store, held, TierCost("disk", shape.block_nbytes, DISK_NS_PER_BYTE, DISK_OVERHEAD_NS))
+        cost = TierCost("disk", shape.block_nbytes, DISK_NS_PER_BYTE, DISK_OVERHEAD_NS)
+        ctx.tiers.add(_node_tier(ctx, Tier.DISK, store, held, cost))
+
+    remote = config.tiers.remote
+    if remote is not None:
+        require_library()
+        ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
+        cost = TierCost("remote", shape.block_nbytes, REMOTE_NS_PER_BYTE, REMOTE_OVERHEAD_NS)
+        ctx.tiers.open_later(
+            lambda: RemoteStore.open(remote.url, ctx.node.id, shape, parse_bytes(remote.size), remote.endpoint),
+            lambda store, held: _node_tier(ctx, Tier.REMOTE, store, held, cost),
+        )
 
 
-def _add(ctx: NodeContext, tier: Tier, store: TierStore, held: list[PlacedBlock], cost: TierCost) -> None:
+def _shape(ctx: NodeContext) -> DiskShape:
+    geometry = ctx.arena.geometry
+    name = f"{geometry.dtype.value}, {geometry.num_planes} planes, {geometry.num_kv_heads} heads of {geometry.head_dim}"
+    return DiskShape(geometry.slot_layer_nbytes, geometry.num_layers, geometry.block_size, name)
+
+
+def _node_tier(ctx: NodeContext, tier: Tier, store: TierStore, held: Sequence[PlacedBlock], cost: TierCost) -> NodeTier:
     in_flight = max(1, ctx.arena.num_slots // SPILL_SHARE)
     queue = SpillQueue(ctx.pool, TierCatalog(store.num_places), in_flight, ctx.tiers.scopes_of)
-    ctx.tiers.add(
-        NodeTier(tier, store, held, queue, ctx.arena, ctx.clock, ctx.metrics, cost, on_events=ctx.tiers.on_events)
-    )
+    return NodeTier(tier, store, held, queue, ctx.arena, ctx.clock, ctx.metrics, cost, on_events=ctx.tiers.on_events)
 
 
 def _keeper(config: ClusterConfig, weights_revision: str) -> Callable[[TierBlock], bool]:

@@ -7,6 +7,7 @@ N3: a purged namespace is in no tier and not in memory from the next tick on, an
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -22,10 +23,11 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, StaleMatchError
 from kv_prefix.events import BlocksStored, PoolEvent
 from kv_prefix.pool_types import PoolMatch
-from kv_prefix.tiers.blocks import TierBlock
+from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
+from kv_prefix.tiers.store import TierStore
 from kv_services.node.pull_cost import PullCost
-from kv_services.node.tier import NodeTier
+from kv_services.node.tier import CLOSE_TIMEOUT_S, NodeTier
 from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
 from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import ReplicaService
@@ -33,10 +35,25 @@ from kv_services.status_report import TierCounts
 
 LOAD_TIMEOUT_NS: Final = 2_000_000_000
 """How long a prompt waits for a load: a disk that answers later is slower than computing."""
+OPEN_AGAIN_NS: Final = 30_000_000_000
 IN_FLIGHT_SHARE: Final = 4
 """At most one slot in so many is being loaded into."""
 
 _log = logging.getLogger(__name__)
+
+
+OpenStore = Callable[[], tuple[TierStore, list[PlacedBlock]]]
+MakeTier = Callable[[TierStore, Sequence[PlacedBlock]], NodeTier]
+
+
+@dataclass(slots=True)
+class _Later:
+    """A tier that is not open yet."""
+
+    open_store: OpenStore
+    make_tier: MakeTier
+    opening: "asyncio.Future[tuple[TierStore, list[PlacedBlock]]] | None" = None
+    not_before_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +90,9 @@ class Tiers:
         self._ids = itertools.count(1)
         self._promoting: dict[bytes, asyncio.Future[int]] = {}
         self._seen: dict[NamespaceRef, int] = {}
-        self._started = False
+        self._started = self._closed = False
         self._keep: Callable[[TierBlock], bool] = lambda block: True
+        self._later: list[_Later] = []
         self._purge_file: PurgeFile | None = None
         self._kept: tuple[RaiseCount, ...] = ()
         self._keeping: asyncio.Future[None] | None = None
@@ -92,6 +110,15 @@ class Tiers:
     def add(self, tier: NodeTier) -> None:
         """Put a tier below those there are."""
         self.tiers.append(tier)
+
+    def open_later(self, open_store: OpenStore, make_tier: MakeTier) -> None:
+        """Open a tier that may take its time, off the loop; one that cannot be opened is tried again.
+
+        Args:
+            open_store: blocks; gives the medium and what it holds.
+            make_tier: of what was opened, on the loop.
+        """
+        self._later.append(_Later(open_store, make_tier))
 
     def keep_only(self, keep: Callable[[TierBlock], bool]) -> None:
         """What of the last life's blocks may stay; said before the first tick."""
@@ -142,6 +169,7 @@ class Tiers:
                 self._seen[namespace] = epoch
                 self._purge(namespace.digest, epoch)
         self._keep_purges()
+        self._open_those_due()
         for tier in self.tiers:
             tier.pump()
 
@@ -167,10 +195,38 @@ class Tiers:
     def _start(self) -> None:
         self._started = True
         for tier in self.tiers:
-            tier.start()
-            gone = tier.purge(lambda block: not self._keep(block))
-            stats = tier.catalog.stats()
-            _log.info("tier opened tier=%s blocks=%d limit=%d purged=%d", tier.name, stats.stored, stats.limit, gone)
+            self._begin(tier)
+
+    def _begin(self, tier: NodeTier) -> None:
+        tier.start()
+        gone = tier.purge(lambda block: not self._keep(block))
+        stats = tier.catalog.stats()
+        _log.info("tier opened tier=%s blocks=%d limit=%d purged=%d", tier.name, stats.stored, stats.limit, gone)
+
+    def _open_those_due(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        for later in self._later:
+            if later.opening is None and now_ns >= later.not_before_ns:
+                later.opening = asyncio.get_running_loop().run_in_executor(None, later.open_store)
+                later.opening.add_done_callback(functools.partial(self._opened, later))
+
+    def _opened(self, later: "_Later", opening: "asyncio.Future[tuple[TierStore, list[PlacedBlock]]]") -> None:
+        later.opening = None
+        error = None if opening.cancelled() else opening.exception()
+        if error is not None or opening.cancelled():
+            later.not_before_ns = self._clock.monotonic_ns() + OPEN_AGAIN_NS
+            _log.error("tier not opened, trying again in %d s cause=%s", OPEN_AGAIN_NS // 10**9, error)
+            return
+        self._later.remove(later)
+        store, held = opening.result()
+        if self._closed:
+            store.close()
+            return
+        tier = later.make_tier(store, held)
+        # What memory holds already was told before this tier was there to hear it.
+        tier.queue.observe(self._pool.snapshot())
+        self.tiers.append(tier)
+        self._begin(tier)
 
     def _follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
         """See to it that purges of this namespace are heard of; `epoch`: those that were followed already."""
@@ -224,6 +280,10 @@ class Tiers:
         """Send down what waits and give the media up."""
         if self._keeping is not None:
             await asyncio.wait([self._keeping])
+        self._closed = True
+        opening = [later.opening for later in self._later if later.opening is not None]
+        if opening:
+            await asyncio.wait(opening, timeout=CLOSE_TIMEOUT_S)
         for tier in self.tiers:
             await tier.close()
 
