@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -63,7 +64,10 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
         str,
         Meta(min_length=1, description="folder of keys, logs and persisted clocks; relative to this file"),
     ] = "state"
-    discovery: Annotated[Literal["static"], Meta(description="how nodes find each other: from this file")] = "static"
+    discovery: Annotated[
+        Literal["static", "etcd"],
+        Meta(description="how nodes find each other: static, from this file; etcd, from this file and from etcd"),
+    ] = "static"
     allow_remote: Annotated[
         bool, Meta(description="allow hosts outside loopback; without it every address must be a loopback one")
     ] = False
@@ -75,6 +79,18 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         # Keys are secrets: a config may be logged.
         return f"ClusterSection(name={self.name!r}, state_dir={self.state_dir!r}, allow_remote={self.allow_remote})"
+
+
+class EtcdSection(_Section, frozen=True, kw_only=True):
+    """Where etcd is, for `cluster.discovery = "etcd"`. It tells addresses only; whom the bus admits, keys decide."""
+
+    endpoints: Annotated[
+        list[Annotated[str, Meta(pattern=r"^https?://[^/?#@]+$")]],
+        Meta(min_length=1, max_length=16, description="etcd's client addresses, as http://HOST:PORT; tried in turn"),
+    ] = msgspec.field(default_factory=lambda: ["http://127.0.0.1:2379"])
+    lease_s: Annotated[
+        int, Meta(ge=2, le=600, description="seconds for which etcd lists a process that it does not hear from")
+    ] = 5
 
 
 class ModelSection(_Section, frozen=True, kw_only=True):
@@ -282,6 +298,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     """A whole cluster. Made by `load_config`; one made by hand is checked by `check_config`."""
 
     cluster: ClusterSection = ClusterSection()
+    etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
     model: ModelSection = ModelSection()
     transport: TransportSection = TransportSection()
     bus: BusSection = BusSection()
@@ -405,6 +422,7 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     yield from _node_faults(config)
     yield from _port_faults(config)
     yield from _tenant_faults(config)
+    yield from _etcd_faults(config)
     bus, transport, limits = config.bus, config.transport, config.limits
     if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
         yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
@@ -465,6 +483,19 @@ def _port_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
             other = owner.setdefault((node.host, port), where)
             if other != where:
                 yield where, f"expected a port of its own, {port} of {node.host} is also {other}"
+
+
+def _etcd_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    if config.cluster.discovery != "etcd" or config.cluster.allow_remote:
+        return
+    for number, endpoint in enumerate(config.etcd.endpoints):
+        host = urlsplit(endpoint).hostname or ""
+        try:
+            here = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            here = host == "localhost"
+        if not here:
+            yield f"$.etcd.endpoints[{number}]", f"expected a loopback address, got {host!r}; or set allow_remote"
 
 
 def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:

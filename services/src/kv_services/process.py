@@ -35,6 +35,7 @@ from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
+from kv_services.membership.discovery import EtcdDiscovery
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
 from kv_services.purge_file import PurgeFile
@@ -77,6 +78,7 @@ class Base:
     open_things: Callable[[], dict[str, int]] = dict
     tiers: Callable[[], dict[str, TierCounts]] = dict
     alerts: Callable[[], list[str]] = list
+    discovery: EtcdDiscovery | None = None
     ready: bool = False
     draining: bool = field(default=False)
 
@@ -95,7 +97,7 @@ class Base:
 
     def status(self) -> StatusReport:
         """This process as it sees itself."""
-        load, alerts = self.load(), self.alerts()
+        load, alerts = self.load(), [*self.alerts(), *self._lost_etcd()]
         reason = self.unready()
         return StatusReport(
             node=self.node.id,
@@ -115,6 +117,17 @@ class Base:
             open=self.open_things(),
             tiers=self.tiers(),
         )
+
+    def processes(self) -> list[NodeConfig]:
+        """Every process of the cluster that is known here, this one too: the file's first, then etcd's."""
+        nodes = {node.id: node for node in self.config.nodes}
+        for node in self.discovery.members if self.discovery else ():
+            nodes.setdefault(node.id, node)
+        return list(nodes.values())
+
+    def _lost_etcd(self) -> list[str]:
+        problem = self.discovery.problem if self.discovery else ""
+        return [f"members are not followed: {problem}"] if problem else []
 
     def status_body(self) -> bytes:
         """The body of /status."""
@@ -161,6 +174,7 @@ class Base:
             keep("bus", self.bus, drain_ns=DRAIN_NS),
             keep("membership", self.cluster),
             keep("replica", self.replica),
+            *([keep("discovery", self.discovery)] if self.discovery else []),
         ]
 
 
@@ -196,7 +210,10 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
     def make_manager(node_id: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> KvCacheConsistencyManager:
         return KvCacheConsistencyManager(node_id, incarnation, dataclasses.replace(settings, raises=purges))
 
-    return assemble_base(config, node, clock, LifeFile(lives, node.id), make_bus, make_manager)
+    base = assemble_base(config, node, clock, LifeFile(lives, node.id), make_bus, make_manager)
+    if config.cluster.discovery == "etcd":
+        base.discovery = EtcdDiscovery(config, node, base.incarnation, base.bus, base.cluster)
+    return base
 
 
 def assemble_base(

@@ -16,8 +16,10 @@ from rich.live import Live
 from rich.table import Table
 
 from kv_services.config import ClusterConfig, NodeConfig, load_config
-from kv_services.kvctl.output import console, print_json
+from kv_services.kvctl.output import console, messages, print_json
 from kv_services.launch.signals import run_until_signal
+from kv_services.membership.discovery import listed_nodes
+from kv_services.membership.etcd_client import EtcdError
 from kv_services.status_report import StatusReport, decode_status
 
 REQUEST_TIMEOUT_S: Final = 3.0
@@ -73,12 +75,18 @@ async def _watch(config: ClusterConfig, as_json: bool, every_s: float) -> int:
 
 
 async def ask_all(config: ClusterConfig) -> list[NodeStatus]:
-    """Ask every process at once; in the file's order."""
+    """Ask every process at once; in the file's order, then those that only etcd lists."""
+    nodes = {node.id: node for node in config.nodes}
+    if config.cluster.discovery == "etcd":
+        try:
+            nodes |= {name: node for name, node in (await listed_nodes(config)).items() if name not in nodes}
+        except EtcdError as error:
+            messages().print(f"only the processes of the file: {error}")
     keys = config.cluster.operator_keys
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-        return await asyncio.gather(*(_ask(session, node) for node in config.nodes))
+        return await asyncio.gather(*(_ask(session, node) for node in nodes.values()))
 
 
 async def _ask(session: aiohttp.ClientSession, node: NodeConfig) -> NodeStatus:

@@ -11,7 +11,7 @@ def write_keys(config: ClusterConfig, node_ids: Iterable[str] | None = None) -> 
     """Make the key pairs that are missing, then write the list of all keys of the file's nodes.
 
     Key pairs that exist are kept. A node whose pair is not in this folder (it may lie on another machine) keeps the
-    entry it has in the list; one that is no longer in the file loses it.
+    entry it has in the list; one that is no longer in the file loses it, unless etcd may list nodes of no file.
 
     Args:
         config: the cluster; the keys lie in its `keys_path`.
@@ -25,7 +25,7 @@ def write_keys(config: ClusterConfig, node_ids: Iterable[str] | None = None) -> 
     folder = config.keys_path
     wanted = [config.node(node_id).node_id for node_id in node_ids] if node_ids is not None else None
     listed = read_allow_list(config.allow_list_path).keys if config.allow_list_path.exists() else {}
-    keys: dict[NodeId, str] = {}
+    keys: dict[NodeId, str] = dict(listed) if config.cluster.discovery == "etcd" else {}
     for node in config.nodes:
         if key_path(folder, node.node_id).exists():
             keys[node.node_id] = load_key_pair(folder, node.node_id).public_key

@@ -81,7 +81,7 @@ class ClusterView:
         self._listeners: list[Callable[[Effect], None]] = []
         self._gap_listeners: list[Callable[[NodeId], None]] = []
         self._published: dict[type[Message], Callable[[Event[Message]], None]] = {}
-        self._subscriptions: list[Subscription] = []
+        self._subscriptions: dict[NodeId, Subscription] = {}
         self._watch: Watch | None = None
         self._closed: asyncio.Event | None = None
         self.state = "serving"
@@ -133,10 +133,7 @@ class ClusterView:
         self._watch = self._bus.watch_peers(self._on_peer)
         self._bus.handle(LifeIsOver, self._on_life_over)
         for node_id in self.roles:
-            self.view.add(node_id)
-            self._subscriptions.append(
-                self._bus.subscribe(node_id, self._on_event, self._on_gap, on_restart=self._on_restart)
-            )
+            self._listen_to(node_id)
 
     async def run(self) -> None:
         """Beat and judge until closed.
@@ -164,9 +161,32 @@ class ClusterView:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        for subscription in self._subscriptions:
+        for subscription in self._subscriptions.values():
             subscription.close()
         self._subscriptions.clear()
+
+    def add_member(self, node_id: NodeId, role: Role) -> None:
+        """Make a process a member whose life is watched; the bus knows its address already. Twice is once."""
+        self.roles[node_id] = role
+        if self._closed is not None and not self._closed.is_set():
+            self._listen_to(node_id)
+
+    def remove_member(self, node_id: NodeId) -> None:
+        """Forget a member that is not alive; unknown names are ignored."""
+        self.view.remove(node_id)
+        self.roles.pop(node_id, None)
+        self._loads.pop(node_id, None)
+        self.refused.pop(node_id, None)
+        subscription = self._subscriptions.pop(node_id, None)
+        if subscription is not None:
+            subscription.close()
+
+    def _listen_to(self, node_id: NodeId) -> None:
+        self.view.add(node_id)
+        if node_id not in self._subscriptions:
+            self._subscriptions[node_id] = self._bus.subscribe(
+                node_id, self._on_event, self._on_gap, on_restart=self._on_restart
+            )
 
     def _beat(self) -> None:
         self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load(), self.compatibility))

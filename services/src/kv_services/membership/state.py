@@ -11,11 +11,14 @@ M4: being idle is not being silent: any heartbeat counts, whatever load it repor
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from kv_core.errors import LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
 
 _NEVER = Incarnation(0)
+GONE_MAX: Final = 4096
+"""Members that went of which the last life is remembered; the longest gone are forgotten first."""
 
 
 class Liveness(Enum):
@@ -113,6 +116,7 @@ class MembershipView:
     suspect_after_ns: int
     dead_after_ns: int
     members: dict[NodeId, Member] = field(default_factory=dict)
+    _gone: dict[NodeId, Incarnation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.suspect_after_ns < self.dead_after_ns:
@@ -120,7 +124,27 @@ class MembershipView:
 
     def add(self, node_id: NodeId) -> None:
         """Make `node_id` a member whose life is watched; adding one twice changes nothing."""
-        self.members.setdefault(node_id, Member(node_id))
+        if node_id in self.members:
+            return
+        over = self._gone.pop(node_id, None)
+        self.members[node_id] = Member(node_id) if over is None else Member(node_id, Liveness.DEAD, over)
+
+    def remove(self, node_id: NodeId) -> None:
+        """Forget a member that is not alive; M2 holds for it when it is added again.
+
+        Raises:
+            LocalProtocolError: it is alive, or suspected.
+        """
+        member = self.members.get(node_id)
+        if member is None:
+            return
+        if member.liveness in (Liveness.ALIVE, Liveness.SUSPECT):
+            raise LocalProtocolError(detail=f"{node_id} is {member.liveness.value}: only who is gone is forgotten")
+        del self.members[node_id]
+        if member.incarnation != _NEVER:
+            self._gone[node_id] = member.incarnation
+            if len(self._gone) > GONE_MAX:
+                del self._gone[next(iter(self._gone))]
 
     def alive(self) -> list[NodeId]:
         """Members to which work may be given, in the order they were added."""

@@ -30,7 +30,6 @@ class Watch:
         self._base = base
         self.health = KvCacheHealthMonitor(base.config.health)
         self.samples: dict[str, HealthSample] = {}
-        self._others = [node for node in base.config.nodes if node.id != base.node.id]
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -43,7 +42,8 @@ class Watch:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while not self._closed.is_set():
-                for sample in await asyncio.gather(*(self._ask(session, node) for node in self._others)):
+                others = [node for node in self._base.processes() if node.id != self._base.node.id]
+                for sample in await asyncio.gather(*(self._ask(session, node) for node in others)):
                     self._judge(sample)
                 try:
                     await asyncio.wait_for(self._closed.wait(), PERIOD_S)

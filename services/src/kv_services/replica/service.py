@@ -193,7 +193,7 @@ class ReplicaService:
         cluster.on_gap(lambda node_id: self._hear(GapNoticed(self._now(), node_id)))
         cluster.on_change(self._on_member)
         cluster.known_over = lambda node_id, incarnation: self.manager.is_over(Origin(node_id, incarnation))
-        self._with_replica = {node_id for node_id, role in cluster.roles.items() if role is not Role.MONITOR}
+        self._roles = cluster.roles
 
     @property
     def life_over(self) -> bool:
@@ -382,7 +382,7 @@ class ReplicaService:
         self._hear(Received(self._now(), event.origin, event.message, event.incarnation))
 
     def _on_member(self, effect: MemberEffect) -> None:
-        if effect.node_id not in self._with_replica:
+        if self._roles.get(effect.node_id, Role.MONITOR) is Role.MONITOR:
             return
         match effect:
             case MemberUp(node_id, incarnation):
