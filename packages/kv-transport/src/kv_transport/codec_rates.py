@@ -8,7 +8,7 @@ import numpy as np
 from kv_core.block import BlockGeometry
 from kv_core.clock import Clock
 from kv_core.dtypes import DType
-from kv_transport.codec_choice import CodecCost
+from kv_transport.codec_choice import GAIN_MIN, CodecCost
 from kv_transport.codecs import Codec, compress, decode_cell, decompress, encode_cell, encoded_cell_nbytes
 
 _TRIAL: Final = BlockGeometry(num_layers=1, num_kv_heads=8, head_dim=128, dtype=DType.BF16, block_size=16)
@@ -65,6 +65,10 @@ class CodecRates:
     def decoded(self, codec: Codec, nbytes: int, started_ns: int) -> int:
         """So many bytes of KV were decoded since then; the time now."""
         return self._note(self._decode, codec, nbytes, started_ns)
+
+    def may_help(self, codec: Codec, link_rate: float) -> bool:
+        """Whether it could be worth it over such a link, however little it left."""
+        return self._encode.get(codec, 0.0) >= GAIN_MIN * link_rate
 
     def sample_lz4(self, data: memoryview) -> float:
         """What part of itself LZ4 leaves of this, at most 1."""

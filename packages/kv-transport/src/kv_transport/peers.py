@@ -157,11 +157,15 @@ class Peer:
         link.post(unit, partial(self._settled, key, flow, unit_id, link))
 
     def _choose_codec(self, flow: Flow, unit: Unit, link: Link) -> None:
-        policy, rates = flow.policy, self._around.codec_rates
-        if policy.lz4_ratio is None and link.encodes and unit.op is XferOp.WRITE and policy.allows(Codec.LZ4):
-            policy.note_lz4(rates.sample_lz4(unit.sample(limits.LZ4_SAMPLE_BYTES)))
-        costs = rates.costs(unit.geometry(), policy.lz4_ratio)
-        unit.codec = policy.pick(link.scheme, link.encodes, self._meter(link).rate, costs)
+        policy, rates, link_rate = flow.policy, self._around.codec_rates, self._meter(link).rate
+        if not link.encodes or link_rate is None:
+            unit.codec = policy.pick(link.scheme, link.encodes, link_rate, ())
+        else:
+            untried = policy.lz4_ratio is None and unit.op is XferOp.WRITE and policy.allows(Codec.LZ4)
+            if untried and rates.may_help(Codec.LZ4, link_rate):
+                policy.note_lz4(rates.sample_lz4(unit.sample(limits.LZ4_SAMPLE_BYTES)))
+            costs = rates.costs(unit.geometry(), policy.lz4_ratio)
+            unit.codec = policy.pick(link.scheme, True, link_rate, costs)
         unit.codec_required = unit.codec is policy.wanted
 
     def _meter(self, link: Link) -> LinkMeter:

@@ -99,11 +99,9 @@ class Unit:
 
     def head(self, nonce: int, checks: list[int], codec: Codec = Codec.NONE) -> UnitHead:
         """What the owner is told. `checks` of a read are not known yet: pass an empty list."""
-        sizes = self.cells.sizes.tolist()
-        geometry = self.geometry()
-        if codec.lossless or geometry is None:
-            checked = sizes
-        else:
+        sizes = checked = self.cells.sizes.tolist()
+        geometry = None if codec.lossless else self.geometry()
+        if geometry is not None:
             checked = [encoded_cell_nbytes(codec, geometry)] * len(sizes)
         checksum = combined(checks, checked) if checks else 0
         if self.ticket is not None:

@@ -114,11 +114,11 @@ class TcpLink(Link):
         """How the unit is written. A codec that was our own idea, and does not suit the values, is left out."""
         rates, me = self._around.codec_rates, str(self._around.me)
         try:
-            form = write_form(unit.codec, _place(unit), checks, rates, me)
+            form = write_form(unit.codec, _place(unit, unit.codec), checks, rates, me)
         except CodecFailed:
             if unit.codec_required:
                 raise
-            form = write_form(Codec.NONE, _place(unit), checks, rates, me)
+            form = write_form(Codec.NONE, _place(unit, Codec.NONE), checks, rates, me)
         unit.sent_codec, unit.wire_nbytes, unit.encode_ns = form.codec, form.nbytes, form.encode_ns
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = form.nbytes / unit.nbytes
@@ -140,7 +140,7 @@ class TcpLink(Link):
         if unit is None or len(frame.checks) != 8 * len(unit.cells) or codec not in (Codec.NONE, unit.codec):
             raise FrameRefused(peer=str(self.peer), reason="data that nobody asked for")
         expected = [int.from_bytes(frame.checks[at : at + 8], "little") for at in range(0, len(frame.checks), 8)]
-        arrival = Arrival(codec, _place(unit), [True] * len(expected), payload, lambda: False, str(self.peer))
+        arrival = Arrival(codec, _place(unit, codec), [True] * len(expected), payload, lambda: False, str(self.peer))
         unit.sent_codec, unit.wire_nbytes = codec, payload
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = payload / unit.nbytes
@@ -174,5 +174,6 @@ class TcpLink(Link):
         self._settle(seq, error)
 
 
-def _place(unit: Unit) -> Place:
-    return Place(unit.local, unit.cells.local.tolist(), unit.cells.sizes.tolist(), unit.geometry())
+def _place(unit: Unit, codec: Codec) -> Place:
+    geometry = None if codec.lossless else unit.geometry()
+    return Place(unit.local, unit.cells.local.tolist(), unit.cells.sizes.tolist(), geometry)
