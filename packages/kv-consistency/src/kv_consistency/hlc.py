@@ -84,6 +84,7 @@ class HybridLogicalClock:
         "_bound",
         "_jump_max",
         "_jumps",
+        "_led",
         "_logical",
         "_node",
         "_offset_max",
@@ -110,6 +111,7 @@ class HybridLogicalClock:
         self._jump_max = jump_max_ns
         self._bound = bound_ns
         self._wall = floor_ns
+        self._led = floor_ns
         self._logical = 0
         self._reading = 0
         self._reference: tuple[int, int] | None = None
@@ -188,6 +190,8 @@ class HybridLogicalClock:
             self._back_steps += 1
         if ahead > self._offset_seen:
             self._offset_seen = ahead
+        if far > self._led:
+            self._led = far
         self._reading = wall_ns
         self._wall, self._logical = wall, logical
         return Timestamp(wall, logical, self._node)
@@ -207,6 +211,7 @@ class HybridLogicalClock:
             if self._bound is not None and peer.wall_ns >= self._bound:
                 raise ClockBoundReachedError(bound_ns=self._bound)
             self._wall, self._logical = peer.wall_ns, peer.logical
+            self._led = max(self._led, peer.wall_ns)
 
     def extend_bound(self, bound_ns: int) -> None:
         """`bound_ns` is on disk now; a lower one than before changes nothing."""
@@ -226,13 +231,13 @@ class HybridLogicalClock:
         elapsed = now_ns - reference[0]
         expected = reference[1] + elapsed
         ahead = wall_ns - expected
-        if ahead > self._jump_max and wall_ns > self._wall + self._jump_max:
-            # A wall that only goes to where our clock already is (a peer's stamp took it there) is no news.
+        drift = elapsed // _DRIFT_DIVISOR
+        if ahead > self._jump_max + drift and wall_ns > self._led + self._jump_max:
+            # A wall that only goes to where a peer's stamp has taken our clock already is no news.
             self._jumps += 1
             raise ClockJumpedError(ahead_ns=ahead, jump_max_ns=self._jump_max)
         if elapsed >= _REBASE_NS:
             # A wall that was set back is expected to return: the reference follows it no faster than any drift.
-            drift = elapsed // _DRIFT_DIVISOR
             self._reference = (now_ns, expected + max(-drift, min(ahead, drift)))
 
     def accept_wall(self, wall_ns: int, now_ns: int) -> None:
