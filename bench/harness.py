@@ -157,10 +157,22 @@ class Report:
         return 0 if all(case.ok for case in self.cases) else 1
 
 
-def arguments(description: str, argv: Sequence[str] | None = None, rounds: int = 5) -> argparse.Namespace:
-    """The options every benchmark has: `--json`, `--rounds`, `--seconds`."""
+def arguments(
+    description: str,
+    argv: Sequence[str] | None = None,
+    rounds: int = 5,
+    seconds: float = 1.0,
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
+    """The options every benchmark has: `--json`, `--quick`, `--rounds`, `--seconds`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each subject (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of one round (default %(default)s)")
-    return parser.parse_args(sys.argv[1:] if argv is None else argv)
+    parser.add_argument("--seconds", type=float, default=seconds, help="length of one round (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few short rounds: to see that it runs, not how fast")
+    if extend is not None:
+        extend(parser)
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if options.quick:
+        options.rounds, options.seconds = min(options.rounds, 2), min(options.seconds, 0.1)
+    return options

@@ -1,0 +1,1 @@
+"""The cases of `bench/transport.py`, by what they measure."""

@@ -1,0 +1,124 @@
+"""A hand-over of 256 MiB, layer by layer, over an emulated link: how much of the link it uses.
+
+Prefill computes 32 layers; each takes 0.9 of the time that its KV needs on the link (a pause stands for a device that
+computes). Ours submits each layer as it is computed; the transport seals it and sends it while the next one is
+computed. Naive is what people do first: compute everything, serialise the whole cache into one message, send it, wait.
+Both are measured from the first layer computed to the last byte verified (naive: received) at the other side; the use
+of the link is KV bytes over what the link could have carried in that time, so headers count as idle.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+from bench import harness
+from bench.transport_cases import places
+from bench.transport_cases.far import order
+from bench.transport_cases.memory_cases import EngineBlocks
+from bench.transport_cases.near import connected
+from bench.transport_cases.plan import Effort, Outcome, Skipped
+from bench.transport_cases.shaped_link import ShapedLink, shaped_link, unavailable
+from bench.transport_cases.wire_cases import plain_connection
+from kv_core.block import BlockGeometry
+from kv_core.dtypes import DType
+from kv_core.ids import RequestId
+from kv_transport import Arena
+
+LINK_USE_NEED = 0.89
+COMPUTE_SHARE = 0.9
+NUM_LAYERS = 32
+
+
+def link_cases(effort: Effort) -> Iterator[Outcome]:
+    rates = (1_000,) if effort.quick else (1_000, 10_000)
+    reason = unavailable()
+    if reason is not None:
+        yield from (Skipped(_name(mbit), reason) for mbit in rates)
+        return
+    with shaped_link() as link:
+        for mbit in rates:
+            yield link_case(link, mbit, slots=4 if effort.quick else 32, rounds=1 if effort.quick else 3)
+
+
+def link_case(link: ShapedLink, mbit: int, slots: int, rounds: int) -> harness.Case:
+    """`slots` blocks of 256 KiB a layer."""
+    geometry = BlockGeometry(NUM_LAYERS, 8, 128, DType.BF16, block_size=64)
+    with (
+        connected("tcp", link.near, link.far, link.prefix) as near,
+        Arena.create(geometry, slots, budget=places.NO_RESERVE) as arena,
+    ):
+        blocks = EngineBlocks(near, arena)
+        port = int(str(near.far.ask("plain_sockets", nbytes=arena.nbytes)["port"]))
+        link.shape(mbit)
+        layer_s = arena.nbytes / NUM_LAYERS * 8 / (mbit * 1e6)
+        with plain_connection(link.far, port) as plain:
+            found = harness.interleave(
+                {
+                    "ours": lambda: _pipelined(blocks, layer_s) / mbit,
+                    "naive": lambda: _naive(plain, arena, layer_s) / mbit,
+                    "plain": lambda: _plain(plain, arena) / mbit,
+                },
+                rounds,
+            )
+        near.run(blocks.engine.close())
+    ours, naive, plain_use = found["ours"], found["naive"], found["plain"].median
+    # Where plain sockets cannot fill the link either, it is this machine that limits, and no bar is set.
+    can_drive = plain_use >= LINK_USE_NEED
+    limits = "" if can_drive else "; this machine's sockets cannot fill it: its processors limit, not the link"
+    return harness.compare(
+        _name(mbit),
+        ours.median,
+        "of the link",
+        reference="naive: all layers, one message, then wait",
+        reference_value=naive.median,
+        ratio=harness.paired_ratio(ours, naive),
+        ours_need=LINK_USE_NEED if can_drive else None,
+        note=f"{arena_mib(geometry, slots)} MiB; plain sockets without any computing use {plain_use:.2f}{limits}",
+    )
+
+
+def arena_mib(geometry: BlockGeometry, slots: int) -> int:
+    return geometry.block_nbytes * slots // places.MIB
+
+
+def _name(mbit: int) -> str:
+    return f"link_{mbit // 1000}Gbps_layer_pipelining"
+
+
+def _pipelined(blocks: EngineBlocks, layer_s: float) -> float:
+    """Mbit/s of KV."""
+    grant, refs = blocks.grant(), blocks.refs(seal=False)
+
+    async def prefill() -> int:
+        handover = blocks.engine.open_handover(RequestId(grant.request_id), grant)
+        first = 0
+        for layer in range(NUM_LAYERS):
+            await asyncio.sleep(COMPUTE_SHARE * layer_s)
+            first = first or time.monotonic_ns()
+            handover.submit(layer, refs)
+        await handover.finish()
+        return first
+
+    first = blocks.near.run(prefill())
+    done = int(str(blocks.near.far.ask("granted")["done_ns"]))
+    return blocks.arena.nbytes * 8e3 / (done - first)
+
+
+def _naive(sock: socket.socket, arena: Arena, layer_s: float) -> float:
+    time.sleep(COMPUTE_SHARE * layer_s)
+    first = time.perf_counter()
+    time.sleep(COMPUTE_SHARE * layer_s * (NUM_LAYERS - 1))
+    message = arena.data.tobytes()
+    sock.sendall(order(True, len(message)) + message)
+    sock.recv(1)
+    return arena.nbytes * 8e-6 / (time.perf_counter() - first)
+
+
+def _plain(sock: socket.socket, arena: Arena) -> float:
+    """What the link carries when nothing else is done."""
+    started = time.perf_counter()
+    sock.sendall(order(True, arena.nbytes))
+    sock.sendall(arena.data.data)
+    sock.recv(1)
+    return arena.nbytes * 8e-6 / (time.perf_counter() - started)

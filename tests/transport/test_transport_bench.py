@@ -1,0 +1,43 @@
+"""The benchmark of the transports runs, and tells what it found in the promised form."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.transport_cases.link_cases import link_case
+from bench.transport_cases.shaped_link import shaped_link, unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_quick_run_gives_one_object_a_case() -> None:
+    command = [sys.executable, "bench/transport.py", "--json", "--quick", "--case", "kernels", "--case", "latency"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {str(case["name"]): case for case in map(json.loads, done.stdout.splitlines())}
+    assert set(found) == {
+        "crc64",
+        "fp8_quantise",
+        "fp8_dequantise",
+        "notification_64B",
+        "put_4KiB_with_notification",
+    }
+    assert found["crc64"]["ours_gbps"] > 0
+    for case in found.values():
+        assert {"reference", "ratio", "need", "ok", "note"} <= set(case)
+    put = found["put_4KiB_with_notification"]
+    assert put["ours_us"] > 0 and put["reference_us"] == found["notification_64B"]["ours_us"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_a_hand_over_crosses_a_shaped_link_no_faster_than_the_link() -> None:
+    with shaped_link() as link:
+        case = link_case(link, 1_000, slots=2, rounds=1)
+    assert case.name == "link_1Gbps_layer_pipelining"
+    # But for what fits the bucket and the buffers at the end of it.
+    assert 0 < case.ours < 1.3
+    assert 0 < case.reference_value < 1.0
