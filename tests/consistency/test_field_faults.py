@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from kv_consistency import limits
-from kv_consistency.errors import LimitReachedError
-from kv_consistency.events import Instant, LocalStore
+from kv_consistency.effects import WaiterFailed
+from kv_consistency.errors import LimitReachedError, StaleReplicaError
+from kv_consistency.events import Instant, LocalStore, WaitFor
 from kv_consistency.messages import SyncPage, UpdateBatch
 from kv_consistency.replica import ReplicaConfig
 from kv_consistency.update import RaiseCount, ScopesRestored, Tier
@@ -311,3 +312,49 @@ def test_an_idle_replica_stays_a_member_and_knows_what_the_others_know() -> None
     cluster.deliver_all()
     assert prefix(cluster, "b", 1) == 1
     assert cluster.manager("b").step(LocalStore(Instant(cluster.now_ns, cluster.wall_ns), (run_of([3]),)))
+
+
+def test_when_every_peer_is_silent_local_service_goes_on_and_a_read_that_needs_them_ends_by_its_deadline() -> None:
+    cluster = Cluster("a", "b")
+    cluster.settle(rounds=4)
+    ahead = cluster.manager("b")
+    ahead.register_update(RequestId("far"), 4, [node("b")])
+    cluster.drain("b")
+    token = ahead.token(RequestId("far"))
+    cluster.flights.clear()
+    a = cluster.manager("a")
+    deadline_ns = cluster.now_ns + 300 * MS
+    cluster.step("a", WaitFor(cluster.at(node("a")), 7, token, deadline_ns))
+    told: list[WaiterFailed] = []
+    for i in range(1, 11):
+        cluster.advance(50 * MS)
+        cluster.flights.clear()
+        version = a.register_update(RequestId("near"), i, [node("a")], at=cluster.at(node("a")))
+        assert a.verify_readable(RequestId("near"), i) == version
+        cluster.drain("a")
+        told = [effect for effect in cluster.members[node("a")].given if isinstance(effect, WaiterFailed)]
+        assert bool(told) == (cluster.now_ns >= deadline_ns)
+    (failed,) = told
+    assert isinstance(failed.error, StaleReplicaError) and failed.error.fields["need"] == str(token)
+
+
+def test_many_entries_are_synchronised_in_bounded_pages() -> None:
+    config = ReplicaConfig(log_bytes_max=500, reply_bytes_max=3_000)
+    cluster = Cluster("a", "b", config=config)
+    for i in range(500):
+        cluster.manager("a").register_update(
+            RequestId(f"request-{i}"), i, [node("a"), node("b")], checksum=(1 << 64) - 1 - i, namespace=NAMESPACE
+        )
+        cluster.drain("a")
+        cluster.deliver_all()
+    cluster.start("late")
+    pages = []
+    for _ in range(80):
+        while cluster.flights:
+            if isinstance(cluster.flights[0].message, SyncPage):
+                pages.append(len(msgspec.msgpack.encode(cluster.flights[0].message)))
+            cluster.deliver()
+        cluster.advance(20 * MS)
+    assert len(pages) > 10 and max(pages) <= 3_000
+    assert cluster.manager("late").ready
+    assert readable_state(cluster.members[node("late")]) == readable_state(cluster.members[node("a")])
