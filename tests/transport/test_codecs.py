@@ -46,9 +46,14 @@ def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
+def encoded(codec: Codec, geometry: BlockGeometry, cell: NDArray[np.uint16]) -> memoryview:
+    out = memoryview(bytearray(encoded_cell_nbytes(codec, geometry)))
+    encode_cell(codec, geometry, memoryview(cell.tobytes()), out)
+    return out
+
+
 def there_and_back(codec: Codec, geometry: BlockGeometry, cell: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    data = encode_cell(codec, geometry, memoryview(cell.tobytes()))
-    assert len(data) == encoded_cell_nbytes(codec, geometry)
+    data = encoded(codec, geometry, cell)
     out = bytearray(cell.nbytes)
     decode_cell(codec, geometry, data, memoryview(out))
     return np.frombuffer(bytes(out), np.uint16).reshape(cell.shape)
@@ -95,7 +100,7 @@ def test_what_is_not_finite_is_said_and_not_encoded(codec: Codec, bits: int) -> 
         cell = cell_of(geometry, 1, 1.0)
         cell.reshape(-1)[place] = bits
         with pytest.raises(CodecFailed, match="not finite"):
-            encode_cell(codec, geometry, memoryview(cell.tobytes()))
+            encoded(codec, geometry, cell)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -116,9 +121,12 @@ def test_any_bytes_are_a_cell_or_a_typed_error(codec: Codec, data: bytes) -> Non
 def test_a_lossy_codec_is_for_bf16() -> None:
     geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.FP16, block_size=4)
     with pytest.raises(GeometryMismatch):
-        encode_cell(Codec.FP8_E4M3, geometry, memoryview(bytes(geometry.slot_layer_nbytes)))
+        encoded(Codec.FP8_E4M3, geometry, np.zeros(32, np.uint16))
     with pytest.raises(CodecFailed):
-        encode_cell(Codec.LZ4, geometry, memoryview(bytes(geometry.slot_layer_nbytes)))
+        encoded(Codec.LZ4, geometry, np.zeros(32, np.uint16))
+    bf16 = dataclasses.replace(geometry, dtype=DType.BF16)
+    with pytest.raises(CodecFailed, match="5 bytes for a cell"):
+        encode_cell(Codec.INT8, bf16, memoryview(bytes(bf16.slot_layer_nbytes)), memoryview(bytearray(5)))
 
 
 def test_only_what_is_exact_is_published_as_exact() -> None:
@@ -236,23 +244,46 @@ def test_what_is_lossy_is_offered_no_lossy_codec() -> None:
     assert not any(CodecPolicy([]).allows(codec) for codec in ALL if codec is not Codec.NONE)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4 << 20), st.integers(0, 10**6)), min_size=40, max_size=60), st.integers(1, 8))
-def test_the_meter_finds_the_rate_of_a_link_whatever_is_in_flight(units: list[tuple[int, int]], window: int) -> None:
-    """A link of 1 GB/s that works off one unit after the other, each encoded first; pauses do not count."""
-    meter, now, done = LinkMeter(), 0, 0
-    in_flight: list[tuple[int, int]] = []
-    for nbytes, encode_ns in units:
-        meter.posted(now)
-        in_flight.append((nbytes, encode_ns))
-        if len(in_flight) == window:
-            while in_flight:
-                size, encode = in_flight.pop(0)
-                now += size + encode
-                done += size
-                meter.settled(size, encode, now)
-            now += 10**9
-    if done > 2 * (5_000_000 + (4 << 20)):
+UNITS = st.lists(st.tuples(st.integers(1, 4 << 20), st.booleans()), min_size=40, max_size=80)
+
+
+@given(UNITS, st.integers(1, 8))
+def test_the_meter_finds_the_rate_of_a_link_whatever_is_in_flight(units: list[tuple[int, bool]], window: int) -> None:
+    """A link of 1 GB/s takes one unit after the other; those that are encoded take their time. Pauses do not count."""
+    meter, now, raw = LinkMeter(), 0, 0
+    for begin in range(0, len(units), window):
+        burst = units[begin : begin + window]
+        for _, encoded in burst:
+            meter.posted(now, encoded=encoded)
+        for size, encoded in burst:
+            now += size + 10**8 * encoded
+            raw += size * (not any(encoded for _, encoded in burst))
+            meter.settled(size, now, encoded=encoded)
+        now += 10**9
+    if meter.rate is not None:
         assert meter.rate == pytest.approx(1e9, rel=1e-6)
+    if not any(encoded for _, encoded in units) and raw > 5_000_000 + (4 << 20):
+        assert meter.rate is not None
+
+
+def test_a_rate_grows_stale_by_encoded_units_and_is_measured_again_by_raw_ones() -> None:
+    meter, policy = LinkMeter(), CodecPolicy([Codec.FP8_E4M3])
+    now = 0
+    for _ in range(3):
+        for _ in range(3):
+            meter.posted(now)
+            now += 10 << 20  # 0.1 GB/s
+            meter.settled(1 << 20, now)
+        assert not meter.stale
+        assert meter.rate == pytest.approx(0.1e9, rel=0.01)
+        while not meter.stale:
+            assert policy.pick("tcp", True, meter.rate, [FP8]) is Codec.FP8_E4M3
+            meter.posted(now, encoded=True)
+            now += 10**9
+            meter.settled(1 << 19, now, encoded=True)
+        assert policy.pick("tcp", True, meter.rate, [FP8], stale=True) is Codec.NONE
+        assert policy.explain() == "none: the rate of tcp is being measured again"
+        assert meter.rate == pytest.approx(0.1e9, rel=0.01), "encoded units say nothing of the link"
 
 
 # Casts.

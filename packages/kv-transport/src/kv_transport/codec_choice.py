@@ -77,34 +77,53 @@ def choose_codec(link_rate: float, costs: Sequence[CodecCost], allowed: Sequence
 
 
 class LinkMeter:
-    """Bytes a second that a link carries while it has work; what was spent on encoding is not the link's."""
+    """Bytes a second that a link carries while it has work, learnt from raw units only.
+
+    With a codec at work it may be the codec, at either end, that one waits for, and nothing tells it from the link. So
+    the rate is measured again, by raw units, after some encoded ones (`stale`).
+    """
 
     _SAMPLE_NS: Final = 5_000_000
     _SAMPLE_BYTES: Final = 256 * 1024
+    _STALE_UNITS: Final = 128
     _WEIGHT: Final = 0.3
 
     def __init__(self) -> None:
         self.rate: float | None = None
         """None until it was measured."""
-        self._in_flight = 0
+        self._in_flight = self._encoded_in_flight = 0
+        self._encoded = 0
         self._since_ns = self._busy_ns = self._nbytes = 0
 
-    def posted(self, now_ns: int) -> None:
+    @property
+    def stale(self) -> bool:
+        """Many units were encoded since it was measured."""
+        return self._encoded >= self._STALE_UNITS
+
+    def posted(self, now_ns: int, *, encoded: bool = False) -> None:
+        """A unit is on its way."""
         if not self._in_flight:
             self._since_ns = now_ns
         self._in_flight += 1
+        self._encoded_in_flight += encoded
 
-    def settled(self, wire_nbytes: int, encode_ns: int, now_ns: int) -> None:
-        """A unit is over; `wire_nbytes` is 0 for one that failed."""
+    def settled(self, nbytes: int, now_ns: int, *, encoded: bool = False) -> None:
+        """A unit is over; `nbytes` is 0 for one that failed. `encoded` as it was posted."""
+        mixed = self._encoded_in_flight > 0
         self._in_flight -= 1
-        self._busy_ns += now_ns - self._since_ns - encode_ns
-        self._since_ns = now_ns
-        self._nbytes += wire_nbytes
+        self._encoded_in_flight -= encoded
+        self._encoded += encoded
+        busy_ns, self._since_ns = now_ns - self._since_ns, now_ns
+        if mixed:
+            self._busy_ns = self._nbytes = 0
+            return
+        self._busy_ns += busy_ns
+        self._nbytes += nbytes
         if self._busy_ns < self._SAMPLE_NS or self._nbytes < self._SAMPLE_BYTES:
             return
         sample = self._nbytes * 1e9 / self._busy_ns
         self.rate = sample if self.rate is None else self.rate + self._WEIGHT * (sample - self.rate)
-        self._busy_ns = self._nbytes = 0
+        self._busy_ns = self._nbytes = self._encoded = 0
 
 
 class CodecPolicy:
@@ -137,12 +156,21 @@ class CodecPolicy:
         ratio = min(ratio, 1.0)
         self.lz4_ratio = ratio if self.lz4_ratio is None else 0.7 * self.lz4_ratio + 0.3 * ratio
 
-    def pick(self, scheme: str, encodes: bool, link_rate: float | None, costs: Sequence[CodecCost]) -> Codec:
+    def pick(
+        self,
+        scheme: str,
+        encodes: bool,
+        link_rate: float | None,
+        costs: Sequence[CodecCost],
+        *,
+        stale: bool = False,
+    ) -> Codec:
         """For the next unit.
 
         Args:
             encodes: whether that transport writes anything but raw bytes.
             link_rate: measured, None when it is not known yet.
+            stale: it was measured long ago.
             costs: of the codecs measured so far.
         """
         if not encodes:
@@ -155,6 +183,8 @@ class CodecPolicy:
             return self._chose(Codec.NONE, "none: nothing else is accepted")
         if link_rate is None:
             return self._chose(Codec.NONE, f"none: the rate of {scheme} is not known yet")
+        if stale:
+            return self._chose(Codec.NONE, f"none: the rate of {scheme} is being measured again")
         choice = choose_codec(link_rate, costs, self._accepted)
         return self._chose(choice.codec, choice.explain())
 

@@ -78,28 +78,29 @@ def encoded_cell_nbytes(codec: Codec, geometry: BlockGeometry) -> int:
             return geometry.slot_layer_nbytes
 
 
-def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview) -> bytes:
-    """One cell under a lossy codec: the scales, then the codes, both in canonical order.
+def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview, out: memoryview) -> None:
+    """Write one cell under a lossy codec into `out`: the scales, then the codes, both in canonical order.
 
     Raises:
         CodecFailed: a value is not finite.
         GeometryMismatch: the codec is not for this element type.
     """
-    require_form(codec, geometry)
+    if len(out) != encoded_cell_nbytes(codec, geometry):
+        raise CodecFailed(codec=codec.value, reason=f"{len(out)} bytes for a cell")
     values = np.frombuffer(cell, np.uint16).reshape(_matrix_shape(geometry))
-    codes = np.empty(values.shape, np.uint8)
+    raw = np.frombuffer(out, np.uint8)
+    codes = raw[len(raw) - values.size :].reshape(values.shape)
     match codec:
         case Codec.FP8_E4M3:
-            scales = np.empty((values.shape[0], values.shape[2]), np.uint8)
+            scales = raw[: len(raw) - values.size].reshape(values.shape[0], values.shape[2])
             if not kernels.quantise_bf16(values, codes, scales):
                 raise CodecFailed(codec=codec.value, reason="a value is not finite")
-            return scales.tobytes() + codes.tobytes()
         case Codec.INT8:
             heads = geometry.num_kv_heads
-            parts = [_int8(values[:heads], codes[:heads], axis=1)]
+            channels = _channels(geometry)
+            raw[:channels] = _int8(values[:heads], codes[:heads], axis=1)
             if geometry.num_planes > 1:
-                parts.append(_int8(values[heads:], codes[heads:], axis=2))
-            return b"".join(parts) + codes.tobytes()
+                raw[channels : len(raw) - values.size] = _int8(values[heads:], codes[heads:], axis=2)
         case Codec.NONE | Codec.LZ4 | Codec.FP8_CAST:
             raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
 
@@ -182,7 +183,7 @@ def _matrix_shape(geometry: BlockGeometry) -> tuple[int, int, int]:
     return geometry.num_planes * geometry.num_kv_heads, geometry.block_size, geometry.head_dim
 
 
-def _int8(values: NDArray[np.uint16], codes: NDArray[np.uint8], axis: int) -> bytes:
+def _int8(values: NDArray[np.uint16], codes: NDArray[np.uint8], axis: int) -> NDArray[np.uint8]:
     """Quantise with one scale along `axis`; writes the codes and gives the scales."""
     top = (values & 0x7FFF).max(axis=axis, keepdims=True)
     if int(top.max(initial=0)) >= 0x7F80:
@@ -191,7 +192,7 @@ def _int8(values: NDArray[np.uint16], codes: NDArray[np.uint8], axis: int) -> by
     scales = np.maximum((top >> 7).astype(np.int32) - 6 + ((top & 0x7F) == 0x7F), 1)
     floats = (values.astype(np.uint32) << 16).view(np.float32)
     codes[:] = np.rint(np.ldexp(floats, 127 - scales)).astype(np.int8).view(np.uint8)
-    packed: bytes = scales.astype(np.uint8).tobytes()
+    packed: NDArray[np.uint8] = scales.astype(np.uint8).ravel()
     return packed
 
 

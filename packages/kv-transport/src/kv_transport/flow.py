@@ -196,7 +196,7 @@ class Flow:
     def posted(self, unit_id: int) -> None:
         unit = self._units[unit_id]
         unit.begin()
-        unit.sent_codec, unit.wire_nbytes, unit.encode_ns, unit.lz4_ratio = Codec.NONE, unit.nbytes, 0, None
+        unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio = Codec.NONE, unit.nbytes, None
         self.step(ts.Flown(unit_id))
 
     def settled(self, unit_id: int, scheme: str, error: KVError | None, *, link_lost: bool) -> None:

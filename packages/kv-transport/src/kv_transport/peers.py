@@ -153,7 +153,7 @@ class Peer:
         flow.posted(unit_id)
         unit = flow.unit(unit_id)
         self._choose_codec(flow, unit, link)
-        self._meter(link).posted(self._around.clock.monotonic_ns())
+        self._meter(link).posted(self._around.clock.monotonic_ns(), encoded=unit.codec is not Codec.NONE)
         link.post(unit, partial(self._settled, key, flow, unit_id, link))
 
     def _choose_codec(self, flow: Flow, unit: Unit, link: Link) -> None:
@@ -165,7 +165,7 @@ class Peer:
             if untried and rates.may_help(Codec.LZ4, link_rate):
                 policy.note_lz4(rates.sample_lz4(unit.sample(limits.LZ4_SAMPLE_BYTES)))
             costs = rates.costs(unit.geometry(), policy.lz4_ratio)
-            unit.codec = policy.pick(link.scheme, True, link_rate, costs)
+            unit.codec = policy.pick(link.scheme, True, link_rate, costs, stale=self._meter(link).stale)
         unit.codec_required = unit.codec is policy.wanted
 
     def _meter(self, link: Link) -> LinkMeter:
@@ -175,7 +175,8 @@ class Peer:
         self._scheduler.settle(key)
         unit = flow.unit(unit_id)
         sent = unit.wire_nbytes if error is None else 0
-        self._meter(link).settled(sent, unit.encode_ns, self._around.clock.monotonic_ns())
+        now_ns = self._around.clock.monotonic_ns()
+        self._meter(link).settled(sent, now_ns, encoded=unit.codec is not Codec.NONE)
         if error is not None:
             self.failed_units += 1
         flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)

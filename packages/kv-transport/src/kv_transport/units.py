@@ -31,7 +31,7 @@ class Unit:
         arena, slots: our side when it is an arena: where checksums are read (WRITE) or stored (READ).
         notif: sent with the last byte (writes).
         codec: how its payload is to be written by a transport that encodes; `codec_required`: that, or an error.
-        sent_codec, wire_nbytes, encode_ns, lz4_ratio: what became of the latest attempt.
+        sent_codec, wire_nbytes, lz4_ratio: what became of the latest attempt.
     """
 
     op: XferOp
@@ -50,7 +50,6 @@ class Unit:
     codec_required: bool = False
     sent_codec: Codec = Codec.NONE
     wire_nbytes: int = 0
-    encode_ns: int = 0
     lz4_ratio: float | None = None
 
     @property

@@ -119,7 +119,7 @@ class TcpLink(Link):
             if unit.codec_required:
                 raise
             form = write_form(Codec.NONE, _place(unit, Codec.NONE), checks, rates, me)
-        unit.sent_codec, unit.wire_nbytes, unit.encode_ns = form.codec, form.nbytes, form.encode_ns
+        unit.sent_codec, unit.wire_nbytes = form.codec, form.nbytes
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = form.nbytes / unit.nbytes
         return form

@@ -60,7 +60,6 @@ class WireForm:
     codec: Codec
     checks: list[int]
     parts: list[memoryview]
-    encode_ns: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -81,19 +80,22 @@ def write_form(codec: Codec, place: Place, checks: list[int], rates: CodecRates,
     if codec is Codec.LZ4:
         raw = place.merged()
         packed = compress(raw[0] if len(raw) == 1 else b"".join(raw))
-        now = rates.encoded(codec, place.nbytes, started)
+        rates.encoded(codec, place.nbytes, started)
         if packed is None:
-            return WireForm(Codec.NONE, checks, raw, now - started)
-        return WireForm(codec, checks, [memoryview(packed)], now - started)
+            return WireForm(Codec.NONE, checks, raw)
+        return WireForm(codec, checks, [memoryview(packed)])
     if place.geometry is None:
         raise CodecFailed(codec=codec.value, reason="these are plain bytes")
     cells = place.cells()
     bad = sum(crc64(cell) != check for cell, check in zip(cells, checks, strict=True))
     if bad:
         raise ChecksumMismatch(peer=owner, transport="memory", bad=bad, total=len(cells), layer="any")
-    parts = [encode_cell(codec, place.geometry, cell) for cell in cells]
-    now = rates.encoded(codec, place.nbytes, started)
-    return WireForm(codec, [crc64(part) for part in parts], [memoryview(part) for part in parts], now - started)
+    nbytes = encoded_cell_nbytes(codec, place.geometry)
+    payload = memoryview(bytearray(nbytes * len(cells)))
+    for index, cell in enumerate(cells):
+        encode_cell(codec, place.geometry, cell, payload[index * nbytes : (index + 1) * nbytes])
+    rates.encoded(codec, place.nbytes, started)
+    return WireForm(codec, [crc64(payload[at : at + nbytes]) for at in range(0, len(payload), nbytes)], [payload])
 
 
 class Arrival:
