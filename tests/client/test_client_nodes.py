@@ -1,16 +1,20 @@
 """A client of a prefill node's process: the KV of a real request, misses, leases that end, a node that is killed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from kv_bus.interface import PeerAddress
 from kv_bus.ports import pick_ports
-from kv_client import Client, ClientConfig, HolderLost, Miss
+from kv_client import Client, ClientConfig, HolderLost, InvalidRead, LeaseLost, Miss, WrongArrays
+from kv_client.messages import NamespaceFields, PutReserved, ReservePut
 from kv_core.block import BlockGeometry, Layout
+from kv_core.hashing import hash_tokens, token_bytes
 from kv_core.ids import NodeId
 from kv_core.namespace import Namespace
 from kv_services.engine.interface import StoredArray
@@ -51,7 +55,9 @@ class Fetched:
         return self._layers[layer]
 
 
-def config(fabric: Fabric, name: str, folder: Path, lease_ms: int = 30_000) -> ClientConfig:
+def config(
+    fabric: Fabric, name: str, folder: Path, lease_ms: int = 30_000, *, renew_leases: bool = True
+) -> ClientConfig:
     """A reader of the prefill node, admitted while the cluster runs."""
     node_id, cluster = NodeId(name), fabric.config
     admit(cluster.keys_path, cluster.allow_list_path, node_id)
@@ -69,6 +75,7 @@ def config(fabric: Fabric, name: str, folder: Path, lease_ms: int = 30_000) -> C
         transport=transport(folder if cluster.transport.backend == "shm" else None),
         timeout_ms=30_000,
         lease_ms=lease_ms,
+        renew_leases=renew_leases,
     )
 
 
@@ -105,7 +112,7 @@ async def test_a_prompt_that_the_node_never_saw_is_a_miss(fabric: Fabric, tmp_pa
 
 
 async def test_a_lease_that_nobody_releases_ends_by_time(fabric: Fabric, tmp_path: Path) -> None:
-    async with Client(config(fabric, "reader-lost", tmp_path, lease_ms=1_500)) as client:
+    async with Client(config(fabric, "reader-lost", tmp_path, lease_ms=1_500, renew_leases=False)) as client:
         blocks = await client.get_blocks(namespace(), PROMPT, NUM_BLOCKS)
         await blocks.wait()
         assert await leases(fabric) == 1
@@ -117,6 +124,125 @@ async def test_a_lease_that_nobody_releases_ends_by_time(fabric: Fabric, tmp_pat
         # What was read stays readable: it is a copy.
         fetched = Fetched([blocks.array(layer) for layer in range(GEOMETRY.num_layers)])
         StubModel(STUB_GEOMETRY).verify(fetched, PROMPT[: NUM_BLOCKS * BLOCK], range(NUM_BLOCKS))
+
+
+def random_layers(num_blocks: int, seed: int) -> list[StoredArray]:
+    shape = (num_blocks, GEOMETRY.num_planes, GEOMETRY.num_kv_heads, BLOCK, GEOMETRY.head_dim)
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 1 << 15, shape, dtype=np.uint16) for _ in range(GEOMETRY.num_layers)]
+
+
+async def test_what_is_put_is_found_and_read_back_equal_and_sent_once(fabric: Fabric, tmp_path: Path) -> None:
+    tokens, layers = prompt(70, 6 * BLOCK), random_layers(6, 1)
+    names = hash_tokens(namespace(), tokens)
+    async with Client(config(fabric, "writer", tmp_path)) as client:
+        assert (await client.lookup(namespace(), tokens)).num_blocks == 0
+        stored = await client.put_blocks(namespace(), tokens[: 4 * BLOCK], [layer[:4] for layer in layers])
+        assert (stored.num_blocks, stored.num_sent) == (4, 4)
+        # What is there already is not sent again; what follows joins it.
+        stored = await client.put_blocks(namespace(), tokens, layers)
+        assert (stored.num_blocks, stored.num_sent) == (6, 2)
+        again = await client.put_blocks(namespace(), tokens, layers)
+        assert (again.num_sent, again.nbytes) == (0, 0)
+        found = await client.lookup(namespace(), [*tokens, 1, 2, 3])
+        assert found.num_blocks == 6 and found.by_tier == (0, 6, 0, 0)
+        unknown = hash_tokens(namespace(), prompt(71, 2 * BLOCK))
+        assert await client.batch_exists([names[5], unknown[0], names[0]]) == [True, False, True]
+        with await client.get_blocks(namespace(), tokens, 6) as blocks:
+            await blocks.wait()
+            for layer, data in enumerate(layers):
+                assert np.array_equal(blocks.array(layer), data)
+        with pytest.raises(WrongArrays):
+            await client.put_blocks(namespace(), tokens, layers[:-1])
+        with pytest.raises(WrongArrays):
+            await client.put_blocks(namespace(), tokens, [layer.astype(np.float32) for layer in layers])
+        with pytest.raises(InvalidRead):
+            await client.put_blocks(namespace(), tokens[:BLOCK], layers)
+    async with asyncio.timeout(10):
+        await fabric.settle(["prefill-1"])
+
+
+async def test_a_put_that_is_never_finished_gives_its_slots_back(fabric: Fabric, tmp_path: Path) -> None:
+    tokens = prompt(72, 4 * BLOCK)
+    client = Client(config(fabric, "half-writer", tmp_path))
+    async with client:
+        raw = token_bytes(tokens)
+        reserved = await client._request(
+            ReservePut(NamespaceFields.of(namespace()), raw, 4, 60_000_000_000), PutReserved, None
+        )
+        assert reserved.grant is not None
+        assert (await fabric.status("prefill-1")).open["client puts"] == 1
+    # The client is gone without a word about its put: the end of its session is enough.
+    async with asyncio.timeout(10):
+        reports = await fabric.settle(["prefill-1"])
+    assert reports[0].slots is not None and reports[0].slots.pinned == 0
+
+
+async def test_pins_are_held_within_the_quota_and_given_back_once(fabric: Fabric, tmp_path: Path) -> None:
+    async with Client(config(fabric, "pinner", tmp_path)) as client:
+        pinned = await client.pin(namespace(), PROMPT, NUM_BLOCKS)
+        assert (await fabric.status("prefill-1")).open["client pins"] == 1
+        with pytest.raises(Miss):
+            await client.pin(namespace(), prompt(73, 2 * BLOCK), 2)
+        await client.release(pinned)
+        with pytest.raises(LeaseLost):
+            await client.release(pinned)
+    async with asyncio.timeout(10):
+        await fabric.settle(["prefill-1"])
+
+
+async def test_leases_are_renewed_while_their_blocks_are_held(fabric: Fabric, tmp_path: Path) -> None:
+    async with Client(config(fabric, "keeper", tmp_path, lease_ms=600)) as client:
+        with await client.get_blocks(namespace(), PROMPT, NUM_BLOCKS):
+            # Three lives of a lease.
+            await asyncio.sleep(1.8)
+            assert await leases(fabric) == 1
+
+
+async def test_a_killed_client_gives_everything_back_at_once(fabric: Fabric, tmp_path: Path) -> None:
+    settings = config(fabric, "victim", tmp_path)
+    arguments = example_arguments(fabric, settings, PROMPT)
+    command = [sys.executable, "-m", "tests.client.client_victim", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"holding\n"
+    open_things = (await fabric.status("prefill-1")).open
+    assert (open_things["client pins"], open_things["prefix leases"]) == (1, 1)
+    process.kill()
+    await process.wait()
+    # The pin has no end by time, and the lease 10 s; both go with the session.
+    async with asyncio.timeout(8):
+        await fabric.settle(["prefill-1"])
+
+
+async def test_the_example_stores_and_fetches_a_numpy_cache(fabric: Fabric, tmp_path: Path) -> None:
+    tokens = prompt(74, 5 * BLOCK)
+    arguments = example_arguments(fabric, config(fabric, "example", tmp_path), tokens)
+    script = Path(__file__).parents[2] / "packages" / "kv-client" / "examples" / "store_a_cache.py"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert output.decode() == "sent 5 blocks, found 5, equal: True\n"
+
+
+def example_arguments(fabric: Fabric, settings: ClientConfig, tokens: Sequence[int]) -> list[str]:
+    """The command line of the examples for a client of these settings."""
+    given = {
+        "keys": settings.keys_folder,
+        "allow-list": settings.allow_list,
+        "name": settings.node_id,
+        "holder": settings.holder.node_id,
+        "holder-requests": settings.holder.requests,
+        "holder-events": settings.holder.events,
+        "model": MODEL.id,
+        "weights": "stub-1",
+        "salt": namespace().salt,
+        "tokens": ",".join(map(str, tokens)),
+    }
+    if settings.transport.socket_folder is not None:
+        given["socket-folder"] = settings.transport.socket_folder
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
 async def test_a_killed_node_is_a_lost_holder(fabric: Fabric, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def main(args: argparse.Namespace) -> int:
+def configure(args: argparse.Namespace) -> tuple[ClientConfig, Namespace, list[int]]:
+    """The client, the namespace and the tokens that the command line names."""
     dtype, tokens = parse_dtype(args.dtype), [int(token) for token in args.tokens.split(",")]
-    num_blocks = len(tokens) // args.block_size
     requests, events = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
     config = ClientConfig(
         node_id=node_id(args.name),
@@ -54,17 +54,21 @@ async def main(args: argparse.Namespace) -> int:
             dtype=dtype,
             block_size=args.block_size,
         ),
-        num_slots=max(1, num_blocks),
+        num_slots=max(1, len(tokens) // args.block_size),
         transport=TransportConfig(
             transport="shm" if args.socket_folder else "tcp",
             socket_folder=args.socket_folder,
             tcp_host=None if args.socket_folder else "127.0.0.1",
         ),
     )
-    namespace = Namespace(args.model, args.weights, salt=args.salt, dtype=dtype, block_size=args.block_size)
+    return config, Namespace(args.model, args.weights, salt=args.salt, dtype=dtype, block_size=args.block_size), tokens
+
+
+async def main(args: argparse.Namespace) -> int:
+    config, namespace, tokens = configure(args)
     try:
         async with Client(config) as client:
-            with await client.get_blocks(namespace, tokens, num_blocks) as blocks:
+            with await client.get_blocks(namespace, tokens, len(tokens) // args.block_size) as blocks:
                 for layer in range(args.layers):
                     await blocks.layer_ready(layer)
                     print(f"layer {layer}: {blocks.array(layer).shape} {blocks.array(layer).dtype}")

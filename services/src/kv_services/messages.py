@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kv_client.messages import READER_MESSAGES
 from kv_client.messages import AgentIntroduced as AgentIntroduced
 from kv_client.messages import IntroduceAgent as IntroduceAgent
 from kv_client.messages import LeasePrefix as LeasePrefix
@@ -202,8 +203,6 @@ ROLE_MESSAGES: tuple[type[Message], ...] = (
     DecodeGaveUp,
     EndRequest,
     Ack,
-    LeasePrefix,
-    PrefixLeased,
-    ReleaseLease,
+    *(message for message in READER_MESSAGES if message not in (IntroduceAgent, AgentIntroduced)),
 )
 """Everything above and what readers of prefixes say, for the registry of a process."""

@@ -1,4 +1,4 @@
-"""Read the KV of shared prefixes from a node, without being one.
+"""Read, store and pin the KV of prefixes at a node, without being one.
 
 async with Client(ClientConfig(...)) as client:
     with await client.get_blocks(namespace, tokens, num_blocks) as blocks:
@@ -14,6 +14,7 @@ from kv_client.errors import (
     CheckFailed,
     ClientError,
     DeadlineExceeded,
+    HolderFull,
     HolderLost,
     HolderRefused,
     InvalidRead,
@@ -21,7 +22,10 @@ from kv_client.errors import (
     LeaseLost,
     Miss,
     NoRoom,
+    WrongArrays,
 )
+from kv_client.puts import PinnedPrefix, StoredPrefix
+from kv_client.sync import SyncClient, SyncPrefixBlocks
 
 __all__ = [
     "AlreadyReleased",
@@ -30,6 +34,7 @@ __all__ = [
     "ClientConfig",
     "ClientError",
     "DeadlineExceeded",
+    "HolderFull",
     "HolderLost",
     "HolderRefused",
     "InvalidRead",
@@ -37,5 +42,10 @@ __all__ = [
     "LeaseLost",
     "Miss",
     "NoRoom",
+    "PinnedPrefix",
     "PrefixBlocks",
+    "StoredPrefix",
+    "SyncClient",
+    "SyncPrefixBlocks",
+    "WrongArrays",
 ]

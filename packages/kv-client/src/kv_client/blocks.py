@@ -21,6 +21,7 @@ class PrefixBlocks:
         *,
         holder: str,
         lease_id: int,
+        lease_ns: int,
         future: TransferFuture,
         arena: Arena,
         run: range,
@@ -29,6 +30,8 @@ class PrefixBlocks:
         on_release: Callable[["PrefixBlocks"], None],
     ) -> None:
         self.lease_id = lease_id
+        self.lease_ns = lease_ns
+        self.renewed_ns = clock.monotonic_ns()
         self.run = run
         self._holder = holder
         self._future = future

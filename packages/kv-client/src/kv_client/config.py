@@ -28,7 +28,8 @@ class ClientConfig:
         num_slots: blocks that the client can hold at once.
         transport: how its transfer agent behaves; shm needs a socket folder of its own.
         timeout_ms: deadline of a read, from `get_blocks` to the last layer, when the call names none.
-        lease_ms: how long the holder keeps the blocks in place if the client dies; the holder may grant less.
+        lease_ms: how long the holder keeps the blocks in place if it hears nothing; the holder may grant less.
+        renew_leases: renew them while their blocks are held.
     """
 
     node_id: NodeId
@@ -43,6 +44,7 @@ class ClientConfig:
     transport: TransportConfig = field(default_factory=TransportConfig)
     timeout_ms: int = 5_000
     lease_ms: int = 30_000
+    renew_leases: bool = True
 
     def __post_init__(self) -> None:
         for name in ("timeout_ms", "lease_ms"):

@@ -6,7 +6,15 @@ original stays their `__cause__`.
 
 from kv_bus import errors as bus
 from kv_core.errors import FieldValue, KVError, LocalProtocolError, RetryableError
-from kv_prefix.errors import DigestMismatchError, NotHeldError
+from kv_prefix.errors import (
+    DigestMismatchError,
+    LeaseExpiredError,
+    LeaseLimitError,
+    NoSpaceError,
+    NotHeldError,
+    PinQuotaExceededError,
+    UnknownReceiptError,
+)
 from kv_transport import errors as transport
 
 
@@ -86,6 +94,20 @@ class InvalidRead(ClientError, LocalProtocolError):
     template = "{name} is {value}; {rule}"
 
 
+class HolderFull(ClientError, RetryableError):
+    """The holder has no room for the blocks, or no room under its quota for pins; nothing was changed."""
+
+    code = 6011
+    template = "{holder} has no room: {cause}"
+
+
+class WrongArrays(ClientError, LocalProtocolError):
+    """The arrays to store do not fit the client's geometry."""
+
+    code = 6012
+    template = "layer {layer} of the arrays is {shape} of {dtype}; need {need}"
+
+
 def translate(error: KVError, holder: str) -> ClientError:
     """`error` as one of this package; pass it on with `raise ... from error`."""
     fields: dict[str, FieldValue] = {"holder": holder, "cause": str(error), "cause_code": error.code}
@@ -96,8 +118,10 @@ def translate(error: KVError, holder: str) -> ClientError:
             return Miss(**fields)
         case transport.ChecksumMismatch() | transport.FrameRefused() | transport.GeometryMismatch():
             return CheckFailed(**fields)
-        case transport.LeaseEnded() | transport.StaleGeneration():
+        case transport.LeaseEnded() | transport.StaleGeneration() | LeaseExpiredError() | UnknownReceiptError():
             return LeaseLost(**fields)
+        case NoSpaceError() | PinQuotaExceededError() | LeaseLimitError():
+            return HolderFull(**fields)
         case bus.BusTimeout():
             return DeadlineExceeded(**fields)
         case (

@@ -1,4 +1,4 @@
-"""What a reader of prefixes and a node that holds them say to each other: introductions and read leases.
+"""What a client and a node that holds KV say to each other: introductions, read leases, questions, puts and pins.
 
 The roles of a cluster speak the same messages among themselves, so they are kept here, below them. Times on the wire
 are durations. New fields go last and have defaults: older peers skip them.
@@ -11,11 +11,14 @@ from msgspec import Meta
 
 from kv_core import limits
 from kv_core.dtypes import parse_dtype
+from kv_core.hashing import BlockHash
 from kv_core.namespace import Fidelity, Namespace
 from kv_core.wire import Message
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_INT64)]
+TokenBytes = Annotated[bytes, Meta(min_length=4, max_length=limits.MAX_BINARY_BYTES - 4096)]
+"""Tokens as uint32 little-endian."""
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
@@ -105,5 +108,117 @@ class ReleaseLease(Message, frozen=True, tag="release_lease"):
     lease_id: Count
 
 
-READER_MESSAGES: tuple[type[Message], ...] = (IntroduceAgent, AgentIntroduced, LeasePrefix, PrefixLeased, ReleaseLease)
+class RenewLease(Message, frozen=True, tag="renew_lease"):
+    """Let the lease live `lease_ns` from now."""
+
+    lease_id: Count
+    lease_ns: Count
+
+
+class LeaseRenewed(Message, frozen=True, tag="lease_renewed"):
+    """It lives that long; the holder may grant less than was asked for."""
+
+    lease_ns: Count
+
+
+class LookupPrefix(Message, frozen=True, tag="lookup_prefix"):
+    """How much of this prompt do you hold? The holder compares all tokens."""
+
+    namespace: NamespaceFields
+    tokens: TokenBytes
+
+
+class PrefixFound(Message, frozen=True, tag="prefix_found"):
+    """So many full blocks from the first on, without a hole; `by_tier` says in which tier each is (`Tier`)."""
+
+    num_blocks: Count
+    by_tier: tuple[Count, Count, Count, Count]
+
+
+class AskExist(Message, frozen=True, tag="ask_exist"):
+    """Which blocks of these names do you hold, wherever in a prefix? A hint: no tokens are compared."""
+
+    names: Annotated[tuple[BlockHash, ...], Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE)]
+
+
+class Existing(Message, frozen=True, tag="existing"):
+    """One byte a name, in order: 1 for those that are held."""
+
+    flags: Annotated[bytes, Meta(max_length=limits.MAX_BLOCKS_PER_MESSAGE)]
+
+
+class ReservePut(Message, frozen=True, tag="reserve_put"):
+    """I have the KV of the first `num_blocks` blocks of these tokens: take what you lack of it."""
+
+    namespace: NamespaceFields
+    tokens: TokenBytes
+    num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
+    timeout_ns: Count
+
+
+class PutReserved(Message, frozen=True, tag="put_reserved"):
+    """Write blocks from `first_block` on under `grant`, then say `FinishPut`; no grant: all of it is held already."""
+
+    put_id: Count
+    first_block: Count
+    grant: bytes | None
+
+
+class FinishPut(Message, frozen=True, tag="finish_put"):
+    """Everything was written."""
+
+    put_id: Count
+
+
+class PutStored(Message, frozen=True, tag="put_stored"):
+    """Every byte was verified and the blocks can be found."""
+
+    num_blocks: Count
+
+
+class PinBlocks(Message, frozen=True, tag="pin_blocks"):
+    """Keep the first `num_blocks` blocks of these tokens in memory until I release them, or am gone."""
+
+    namespace: NamespaceFields
+    tokens: TokenBytes
+    num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_MESSAGE)]
+
+
+class BlocksPinned(Message, frozen=True, tag="blocks_pinned"):
+    """They stay."""
+
+    pin_id: Count
+
+
+class UnpinBlocks(Message, frozen=True, tag="unpin_blocks"):
+    """I need them no more."""
+
+    pin_id: Count
+
+
+class Unpinned(Message, frozen=True, tag="unpinned"):
+    """The reply to `UnpinBlocks`."""
+
+
+READER_MESSAGES: tuple[type[Message], ...] = (
+    IntroduceAgent,
+    AgentIntroduced,
+    LeasePrefix,
+    PrefixLeased,
+    ReleaseLease,
+    RenewLease,
+    LeaseRenewed,
+    LookupPrefix,
+    PrefixFound,
+    AskExist,
+    Existing,
+    ReservePut,
+    PutReserved,
+    FinishPut,
+    PutStored,
+    PinBlocks,
+    BlocksPinned,
+    UnpinBlocks,
+    Unpinned,
+)
 """Everything above, for the registry of a process."""

@@ -19,7 +19,7 @@ from kv_bus.interface import Reply, Request
 from kv_bus.supervisor import ChildSpec
 from kv_core.block import Layout
 from kv_core.hashing import BlockHash
-from kv_core.ids import RequestId
+from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_services.config import Role
 from kv_services.engine.interface import Model
@@ -28,6 +28,7 @@ from kv_services.engine.threads import set_blas_threads
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
 from kv_services.messages import Ack, EndRequest, Load
+from kv_services.node.client_desk import ClientDesk
 from kv_services.node.compute import Compute, ComputeThread
 from kv_services.node.context import NodeContext
 from kv_services.node.decode import DecodeActor
@@ -113,6 +114,7 @@ class NodeWork:
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.leases = LeaseDesk(ctx)
+        self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events)
         self._closed: asyncio.Event | None = None
 
@@ -124,6 +126,7 @@ class NodeWork:
         if role is Role.PREFILL:
             self.prefill.listen()
         self.leases.listen()
+        self.clients.listen()
         self._introducer.listen()
         self.ctx.bus.handle(EndRequest, self._on_end)
         self._base.cluster.on_change(self._on_member)
@@ -150,6 +153,7 @@ class NodeWork:
             self._closed.set()
         await self.decode.close()
         await self.prefill.close()
+        await self.clients.close()
         await self.ctx.tiers.close()
         await self._introducer.close()
         self.leases.close()
@@ -186,6 +190,7 @@ class NodeWork:
     def open_things(self) -> dict[str, int]:
         """What is owned and not given back yet, by kind."""
         things: dict[str, int] = {"prefix leases": len(self.leases), "token streams": len(self.decode.outbox)}
+        things |= self.clients.open_things()
         for hold in self.ctx.pool.holds():
             kind = f"pool {hold.receipt.kind.value}"
             things[kind] = things.get(kind, 0) + 1
@@ -203,7 +208,14 @@ class NodeWork:
         self.decode.complete(TimePassed(now_ns))
         self.prefill.complete(PrefillTimePassed(now_ns))
         self.leases.expire()
+        self.clients.tick(self._sessions)
         self.ctx.tiers.tick()
+
+    def _sessions(self) -> set[str]:
+        return {item.owner for item in self._agent.inventory().of("session")}
+
+    def _is_member(self, node_id: NodeId) -> bool:
+        return node_id in self._base.cluster.roles
 
     def _on_end(self, request: Request[EndRequest]) -> Reply:
         message = request.message

@@ -9,8 +9,10 @@ import logging
 from dataclasses import dataclass
 
 from kv_bus.interface import Reply, Request
+from kv_client.messages import LeaseRenewed, RenewLease
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
+from kv_prefix.errors import LeaseExpiredError
 from kv_prefix.pins import Receipt
 from kv_services.messages import LeasePrefix, PrefixLeased, ReleaseLease
 from kv_services.node.context import NodeContext
@@ -41,6 +43,7 @@ class LeaseDesk:
         """Take requests from the bus."""
         self._ctx.bus.handle(LeasePrefix, self._on_lease)
         self._ctx.bus.handle(ReleaseLease, self._on_release)
+        self._ctx.bus.handle(RenewLease, self._on_renew)
 
     def expire(self) -> None:
         """End the leases whose time is over; called at a steady pace."""
@@ -51,6 +54,10 @@ class LeaseDesk:
                 self._ctx.transfers.release_lease(lease.ticket)
                 _log.warning("lease ended by time reader=%s lease=%d", lease.reader, lease_id)
         self._ctx.flush_pool_events()
+
+    def readers(self) -> set[NodeId]:
+        """Who holds leases."""
+        return {lease.reader for lease in self._leases.values()}
 
     def reader_died(self, node_id: NodeId) -> None:
         """End what a dead reader held."""
@@ -66,30 +73,75 @@ class LeaseDesk:
     async def _on_lease(self, request: Request[LeasePrefix]) -> Reply:
         message, ctx = request.message, self._ctx
         await ctx.introductions.ensure(request.sender, request.deadline_ns)
-        namespace = message.namespace.namespace()
         limit_ns = ctx.config.limits.lease_ms * 1_000_000
         lease_ns = min(message.lease_ns, limit_ns)
         name = BlockHash(message.sequence, message.check)
         await ctx.tiers.promote_named(name, request.deadline_ns)
-        lease = ctx.pool.lease(
+        lease_id, grant = self.grant(
             request.sender,
-            namespace.digest,
+            message.namespace.namespace().digest,
             name,
             message.token_digest,
+            first_block=message.first_block,
+            num_blocks=message.num_blocks,
+            lease_ns=lease_ns,
+        )
+        return PrefixLeased(lease_id, grant, lease_ns)
+
+    def grant(
+        self,
+        reader: NodeId,
+        namespace: bytes,
+        name: BlockHash,
+        token_digest: bytes,
+        *,
+        first_block: int,
+        num_blocks: int,
+        lease_ns: int,
+    ) -> tuple[int, bytes]:
+        """Let `reader` read the blocks `[first_block, num_blocks)` of the prefix that ends in `name`: the lease's
+        number, and the grant for the reader's transfers.
+
+        Raises:
+            PrefixError: the prefix is not here, or has other tokens (L1).
+        """
+        ctx = self._ctx
+        lease = ctx.pool.lease(
+            reader,
+            namespace,
+            name,
+            token_digest,
             until_ns=ctx.clock.monotonic_ns() + lease_ns,
-            first_block_idx=message.first_block,
+            first_block_idx=first_block,
         )
         lease_id = next(self._ids)
         size = ctx.block_size
         grant = ctx.transfers.lease_reads(
             RequestId(f"lease-{lease_id}"),
             lease.refs,
-            seq_start=message.first_block * size,
-            seq_end=message.num_blocks * size,
+            seq_start=first_block * size,
+            seq_end=num_blocks * size,
             lease_ms=max(1, lease_ns // 1_000_000),
         )
-        self._leases[lease_id] = _Lease(request.sender, lease.receipt, grant.ticket)
-        return PrefixLeased(lease_id, grant.to_bytes(), lease_ns)
+        self._leases[lease_id] = _Lease(reader, lease.receipt, grant.ticket)
+        return lease_id, grant.to_bytes()
+
+    def end(self, lease_id: int) -> None:
+        """End a lease, if it has not ended."""
+        if lease_id in self._leases:
+            self._end(lease_id)
+
+    async def _on_renew(self, request: Request[RenewLease]) -> Reply:
+        ctx, message = self._ctx, request.message
+        lease = self._leases.get(message.lease_id)
+        if lease is None or lease.reader != request.sender:
+            raise LeaseExpiredError(receipt=message.lease_id)
+        lease_ns = min(message.lease_ns, ctx.config.limits.lease_ms * 1_000_000)
+        now_ns = ctx.clock.monotonic_ns()
+        receipt = ctx.pool.renew(lease.receipt, now_ns=now_ns, until_ns=now_ns + lease_ns)
+        ctx.transfers.renew_lease(lease.ticket, max(1, lease_ns // 1_000_000))
+        self._leases[message.lease_id] = _Lease(lease.reader, receipt, lease.ticket)
+        return LeaseRenewed(lease_ns)
 
     async def _on_release(self, request: Request[ReleaseLease]) -> Reply:
         lease = self._leases.get(request.message.lease_id)

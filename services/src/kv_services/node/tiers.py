@@ -21,7 +21,7 @@ from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, StaleMatchError
-from kv_prefix.events import BlocksStored, PoolEvent
+from kv_prefix.events import BlocksStored, PoolEvent, Tier
 from kv_prefix.pool_types import PoolMatch
 from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
@@ -272,6 +272,17 @@ class Tiers:
             return await self._bring_up(_Plan(match, tuple((tier, block) for block in chain)), deadline_ns)
         return 0
 
+    def below(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes, first: int) -> tuple[int, int]:
+        """How many blocks of a prompt follow its first ones on disk and in the remote tier, without a hole."""
+        found = {Tier.DISK: 0, Tier.REMOTE: 0}
+        for tier, _ in self._found(namespace, names, tokens, first):
+            found[tier.tier] += 1
+        return found[Tier.DISK], found[Tier.REMOTE]
+
+    def has(self, name: BlockHash) -> bool:
+        """Whether some tier has a block of that name."""
+        return any(tier.catalog.get(name) is not None for tier in self.tiers)
+
     def counts(self) -> dict[str, TierCounts]:
         """What `/status` says."""
         return {tier.name: tier.counts() for tier in self.tiers}
@@ -289,17 +300,21 @@ class Tiers:
 
     def _plan(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes) -> _Plan | None:
         match = self._pool.match(namespace.digest, names, tokens)
-        have = len(match.refs)
+        wanted = self._worth_it(self._found(namespace, names, tokens, len(match.refs)))
+        return _Plan(match, wanted) if wanted else None
+
+    def _found(
+        self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes, first: int
+    ) -> list[tuple[NodeTier, TierBlock]]:
+        """What the tiers have of a prompt from its block `first` on, without a hole, each from the fastest tier."""
         found: list[tuple[NodeTier, TierBlock]] = []
         while True:
             before = len(found)
             for tier in self.tiers:
-                run = tier.catalog.match(namespace.digest, names, tokens, {}, have + len(found))
+                run = tier.catalog.match(namespace.digest, names, tokens, {}, first + len(found))
                 found += [(tier, block) for block in itertools.takewhile(self._is_current, run)]
             if len(found) == before:
-                break
-        wanted = self._worth_it(found)
-        return _Plan(match, wanted) if wanted else None
+                return found
 
     def _worth_it(self, found: Sequence[tuple[NodeTier, TierBlock]]) -> tuple[tuple[NodeTier, TierBlock], ...]:
         """The beginning of what was found that is cheaper to load than to compute."""
