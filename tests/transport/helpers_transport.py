@@ -66,7 +66,8 @@ def config(transport: TransportName, folder: Path, **settings: int) -> Transport
     return TransportConfig(
         transport=transport,
         socket_folder=folder if transport in ("auto", "shm") else None,
-        tcp_host="127.0.0.1" if transport in ("auto", "tcp") else None,
+        tcp_host="127.0.0.1" if transport in ("auto", "tcp", "ucx") else None,
+        allow_ucx=transport == "ucx",
         **settings,  # type: ignore[arg-type]
     )
 

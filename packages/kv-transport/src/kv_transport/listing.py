@@ -13,7 +13,7 @@ from kv_transport.stats import PeerStats
 def inventory_of(
     regions: RegionTable, ledger: Ledger, leases: LeaseKeeper, peers: Iterable[Peer], backends: Iterable[Backend]
 ) -> Inventory:
-    """Every region, peer, link, session, grant, lease, quarantine and transfer."""
+    """Every region, transport, peer, link, session, grant, lease, quarantine and transfer."""
     items = [
         InventoryItem(
             kind="region",
@@ -27,6 +27,10 @@ def inventory_of(
     for peer in peers:
         items += _of_peer(peer)
     for backend in backends:
+        address = "reachable" if backend.address() is not None else "not reachable by peers"
+        items.append(
+            InventoryItem(kind="transport", ident=backend.scheme, owner="agent", state=backend.state(), detail=address)
+        )
         items += [
             InventoryItem(kind="session", ident=backend.scheme, owner=str(name), state=state)
             for name, state in backend.sessions()

@@ -163,8 +163,9 @@ class Link(abc.ABC):
                 asked.set_exception(error)
                 asked.exception()  # the asker may be gone
         self._asked.clear()
-        self._break(error)
+        # First: who hears that a unit has bounced may post the next one, and must know by then that we are gone.
         self._owner.link_lost(self, error)
+        self._break(error)
 
     async def close(self) -> None:
         """End the link in good order if it still stands; returns when no memory is in use. Idempotent."""

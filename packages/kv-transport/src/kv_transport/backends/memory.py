@@ -376,7 +376,8 @@ class MemoryLink(Link):
         self.fail(ConnectionLost(peer=str(self.peer), transport="memory", cause=cause))
 
     def _break(self, error: KVError) -> None:
-        self._rest_if_idle()
+        # Not at once: whoever hears that a unit is settled may post the next one, and is told of the loss after this.
+        self.loop.call_soon(self._rest_if_idle)
 
     def _rest_if_idle(self) -> None:
         if self._wire.writer_crashed:

@@ -5,6 +5,7 @@ from kv_transport.backends.memory import MemoryBackend
 from kv_transport.backends.memory_network import MemoryNetwork
 from kv_transport.backends.shm import ShmBackend
 from kv_transport.backends.tcp import TcpBackend
+from kv_transport.backends.ucx import UcxBackend
 from kv_transport.errors import BackendUnavailable
 
 
@@ -18,6 +19,9 @@ def make_backends(around: Surroundings, host_id: bytes, network: MemoryNetwork |
     backends: list[Backend] = []
     if wanted in ("auto", "shm") and config.socket_folder is not None:
         backends.append(ShmBackend(around, config.socket_folder, host_id))
+    host = config.tcp_host
+    if host is not None and (wanted == "ucx" or (wanted == "auto" and config.allow_ucx)):
+        backends.append(UcxBackend(around, host, only_rdma=wanted == "auto"))
     if wanted in ("auto", "tcp") and config.tcp_host is not None:
         backends.append(TcpBackend(around, config.tcp_host, config.tcp_port))
     if wanted == "memory" and network is not None:

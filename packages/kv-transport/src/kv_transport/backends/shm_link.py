@@ -185,7 +185,9 @@ class ShmLink(Link):
             self._confirm_fences()  # the acknowledgement settles it
 
     def _ticket_busy(self, ticket: int) -> bool:
-        return ticket in self._busy
+        """One that waits for a mapping counts: it may get it, and begin, before it hears of a fence."""
+        waiting = (unit.ticket for units in self._waiting.values() for _, unit in units)
+        return ticket in self._busy or any(grant is not None and grant.ticket == ticket for grant in waiting)
 
     # The socket.
 

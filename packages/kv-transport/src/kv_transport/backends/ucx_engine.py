@@ -1,0 +1,215 @@
+"""The thread that a UCX worker lives in: every call of UCX is made here.
+
+While operations are under way it polls, for that is how a network card is heard at once; otherwise it sleeps on the
+worker's event descriptor. Work is handed in by `call`. What has happened is told by callbacks in this thread.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kv_transport import limits
+from kv_transport.backends.ucp_api import Ucp, UcxStatusError
+from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices
+
+_log = logging.getLogger(__name__)
+TAG: Final = 0x6B76_7472_616E_7370
+"""Of all our messages; who a message is for stands in its first bytes."""
+MESSAGE_BYTES_MAX: Final = limits.CONTROL_FRAME_BYTES_MAX + 64
+_POLLS: Final = 200
+"""Turns without news before it sleeps although operations are under way: a fabric has answered by then."""
+_NAP_S: Final = 0.001
+"""Sleep while operations are under way: some of them end without a word on the descriptor (closing, for one)."""
+_SLEEP_S: Final = 1.0
+"""A bound on sleeping, so that timers inside UCX (keep-alive) are served even if its descriptor missed one."""
+
+Done = Callable[[str | None], None]
+
+
+class _Operation:
+    """Requests of which all must be over; `keep` is memory they use."""
+
+    __slots__ = ("done", "error", "keep", "requests")
+
+    def __init__(self, requests: list[int], done: Done, keep: object, error: str | None) -> None:
+        self.requests = requests
+        self.done = done
+        self.keep = keep
+        self.error = error
+
+
+class UcxEngine:
+    """See the module. `start` it, end it with `stop`."""
+
+    def __init__(self, name: str, open_binding: Callable[[], UcxBinding]) -> None:
+        self._open = open_binding
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._awake = False
+        self._operations: dict[_Operation, None] = {}
+        self._arrivals: deque[_Arrival] = deque()
+        self._on_message: Callable[[bytes], None] = lambda data: None
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.ucp: Ucp
+        self.devices: UcxDevices = UcxDevices(())
+        self.address = b""
+        self.binding = ""
+
+    def start(self, on_open: Callable[[BaseException | None], None], on_message: Callable[[bytes], None]) -> None:
+        """Open UCX in the thread; both callbacks are called there, the first one once."""
+        self._on_message = on_message
+        self._on_open = on_open
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` in the thread soon, in order. From any thread; it must not raise. Dropped after `stop`."""
+        self._calls.append(function)
+        if not self._awake and self._wake >= 0:
+            self._awake = True
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End the thread, the worker and the context; blocks until it is over. Idempotent.
+
+        Raises:
+            BaseException: what a call raised against its promise: a bug, never to be lost.
+        """
+        if self._thread.is_alive():
+            self.call(self._stop)
+            self._thread.join()
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    # In the thread.
+
+    def watch(self, requests: list[int | None], done: Done, keep: object = None, error: str | None = None) -> None:
+        """Call `done` when all are over, with the first error or None; at once when nothing is left to wait for."""
+        under_way = [request for request in requests if request is not None]
+        if under_way:
+            self._operations[_Operation(under_way, done, keep, error)] = None
+        else:
+            done(error)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            binding = self._open()
+            self.ucp = Ucp(binding.context_handle, binding.worker_handle)
+            self.address, self.devices = self.ucp.address(), binding.devices
+            self.binding = f"{binding.name} {binding.version}"
+            efd = self.ucp.event_fd()
+        except BaseException as error:
+            self._on_open(error)
+            return
+        self._on_open(None)
+        with select.epoll() as epoll:
+            epoll.register(self._wake, select.EPOLLIN)
+            epoll.register(efd, select.EPOLLIN)
+            quiet = 0
+            while not (self._stopping and not self._calls):
+                try:
+                    quiet = 0 if self._turn() else quiet + 1
+                    may_sleep = not self._stopping and (not self._operations or quiet > _POLLS)
+                    if may_sleep and self.ucp.arm() and not self._calls:
+                        epoll.poll(_NAP_S if self._operations else _SLEEP_S)
+                except BaseException as failure:
+                    _log.exception("ucx thread failed thread=%s", self._thread.name)
+                    self._failure = self._failure or failure
+            # Operations of connections are over by now; what is left are messages to peers that are gone.
+            for operation in self._operations:
+                for request in operation.requests:
+                    self.ucp.cancel(request)
+            self._drain()
+        binding.close()
+
+    def _drain(self) -> None:
+        for _ in range(_POLLS):
+            if not self._operations:
+                return
+            self._turn()
+
+    def _turn(self) -> bool:
+        """Do what there is to do; whether anything was."""
+        busy = False
+        if self._awake:
+            try:
+                os.eventfd_read(self._wake)
+            except BlockingIOError:
+                pass
+            # Cleared before the queue is emptied: a call appended after this wakes us again.
+            self._awake = False
+            busy = bool(self._calls)
+        while self._calls:
+            self._calls.popleft()()
+        for _ in range(_POLLS):
+            if not self.ucp.progress():
+                break
+            busy = True
+        while (found := self.ucp.probe(TAG)) is not None:
+            busy = True
+            self._receive(*found)
+        for operation in list(self._operations):
+            if self._over(operation):
+                busy = True
+                del self._operations[operation]
+                operation.done(operation.error)
+        return busy
+
+    def _over(self, operation: _Operation) -> bool:
+        requests = operation.requests
+        while requests:
+            try:
+                if not self.ucp.check(requests[-1]):
+                    return False
+            except UcxStatusError as error:
+                operation.error = operation.error or str(error)
+            requests.pop()
+        return True
+
+    def _receive(self, message: int, nbytes: int) -> None:
+        # One that is too long is received into too little room: that ends it without taking its bytes.
+        buffer = ctypes.create_string_buffer(min(nbytes, MESSAGE_BYTES_MAX) or 1)
+        arrival = _Arrival(buffer, nbytes)
+        self._arrivals.append(arrival)
+        try:
+            request = self.ucp.receive(message, buffer)
+        except UcxStatusError as failed:
+            self._received(arrival, str(failed))
+        else:
+            self.watch([request], partial(self._received, arrival))
+
+    def _received(self, arrival: "_Arrival", error: str | None) -> None:
+        """Messages are handed on in the order in which they came, though long ones take longer to receive."""
+        arrival.over, arrival.error = True, error
+        while self._arrivals and self._arrivals[0].over:
+            first = self._arrivals.popleft()
+            if first.error is None:
+                self._on_message(first.buffer.raw[: first.nbytes])
+            else:
+                _log.warning("message dropped transport=ucx bytes=%d cause=%s", first.nbytes, first.error)
+
+
+class _Arrival:
+    """A message that is being received."""
+
+    __slots__ = ("buffer", "error", "nbytes", "over")
+
+    def __init__(self, buffer: "ctypes.Array[ctypes.c_char]", nbytes: int) -> None:
+        self.buffer = buffer
+        self.nbytes = nbytes
+        self.over = False
+        self.error: str | None = None

@@ -1,0 +1,204 @@
+"""What only `ucx` has: bindings, devices, the extra that brings it, and a quiet life when it is idle."""
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kv_core.errors import MissingExtraError
+from kv_core.ids import Incarnation, NodeId, RequestId
+from kv_transport import TransferAgent, TransportConfig
+from kv_transport.backends import ucx as ucx_module
+from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices, network_devices, open_binding, parse_devices
+from kv_transport.errors import BackendUnavailable
+from tests.transport.helpers_transport import SMALL, config, introduce, node, pair
+
+INFO = """#
+#            md 1  :  component 1  tcp
+#      resource 0  :  md 0  dev 0  flags -- self/memory
+#      resource 1  :  md 1  dev 1  flags -- tcp/eth0
+"""
+WITH_RDMA = INFO + "#      resource 2  :  md 2  dev 2  flags -- rc_mlx5/mlx5_0:1\n"
+
+
+class StandInContext:
+    """ucx-py's `UCXContext` as far as it is used, over ucxx: `info` is a method there, the arguments are the same."""
+
+    def __init__(self, config_dict: dict[str, str], feature_flags: tuple[object, ...]) -> None:
+        import ucxx._lib.libucxx as real
+
+        self.real = real.UCXContext(config_dict, feature_flags)
+        self.handle = self.real.handle
+
+    def info(self) -> str:
+        return str(self.real.info)
+
+
+class StandInWorker:
+    """ucx-py's `UCXWorker`: made of a context alone."""
+
+    def __init__(self, context: StandInContext) -> None:
+        import ucxx._lib.libucxx as real
+
+        self.real = real.UCXWorker(context.real, enable_delayed_submission=False, enable_python_future=False)
+        self.handle = self.real.handle
+
+
+def only_ucp(name: str) -> ModuleType:
+    """An installation with ucx-py and without ucxx."""
+    if name != "ucp._libs.ucx_api":
+        raise ModuleNotFoundError(name)
+    import ucxx._lib.libucxx as real
+
+    module = ModuleType(name)
+    vars(module).update(Feature=real.Feature, UCXContext=StandInContext, UCXWorker=StandInWorker)
+    return module
+
+
+def nothing_installed(name: str) -> ModuleType:
+    raise ModuleNotFoundError(name)
+
+
+def replace_opener(monkeypatch: pytest.MonkeyPatch, import_module: object) -> None:
+    def opener(options: dict[str, str]) -> UcxBinding:
+        return open_binding(options, import_module)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ucx_module.UcxBackend.__init__, "__kwdefaults__", {"bindings": opener})
+
+
+async def test_the_older_binding_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replace_opener(monkeypatch, only_ucp)
+    async with pair("ucx", tmp_path) as (sender, receiver):
+        (mine,) = sender.agent.inventory().of("transport")
+        assert mine.state.startswith("ucp ")
+        request, source, target = RequestId("old"), sender.filled(4, seed=1), receiver.blocks(4)
+        grant = receiver.engine.grant_writes(request, target, seq_start=0, seq_end=4 * SMALL.block_size)
+        inbound = receiver.engine.expect(request, grant)
+        handover = sender.engine.open_handover(request, grant)
+        for layer in range(SMALL.num_layers):
+            handover.submit(layer, source)
+        await handover.finish(20_000)
+        await inbound.done()
+        assert receiver.content(target) == sender.content(source)
+
+
+async def test_without_a_binding_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replace_opener(monkeypatch, nothing_installed)
+    with pytest.raises(MissingExtraError, match=r"kv-transport\[ucx\]"):
+        async with node("alone", config("ucx", tmp_path)):
+            pass
+
+
+async def test_auto_leaves_ucx_out_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the extra, and with it but without an RDMA device: the node runs, by other transports."""
+    for opener, reason in [(nothing_installed, "kv-transport[ucx]"), (None, "no RDMA device here")]:
+        with monkeypatch.context() as patched:
+            if opener is not None:
+                replace_opener(patched, opener)
+            settings = TransportConfig(transport="auto", socket_folder=tmp_path / "sockets", allow_ucx=True)
+            async with TransferAgent(NodeId("alone"), Incarnation(1), settings) as agent:
+                found = {item.ident: item for item in agent.inventory().of("transport")}
+                assert list(found) == ["shm", "ucx", "tcp"]
+                assert reason in found["ucx"].state and found["ucx"].detail == "not reachable by peers"
+                schemes = [item.scheme for item in agent.get_agent_metadata(NodeId("b"), Incarnation(1)).addresses]
+                assert schemes == ["shm", "tcp"]
+
+
+async def test_asked_for_rdma_without_a_device_it_warns(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with node("alone", config("ucx", tmp_path)):
+            assert any("has no RDMA device" in record.getMessage() for record in caplog.records)
+
+
+async def test_auto_takes_ucx_between_hosts_where_both_ends_have_rdma(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The devices are made up, the rest is real: shm is out of reach as between hosts."""
+    monkeypatch.setattr(UcxDevices, "has_rdma", property(lambda self: True))
+    hosts = itertools.count()
+    monkeypatch.setattr("kv_transport.agent._host_id", lambda: str(next(hosts)).encode())
+    settings = TransportConfig(transport="auto", socket_folder=tmp_path / "sockets", allow_ucx=True)
+    plain = TransportConfig(transport="auto", socket_folder=tmp_path / "sockets")
+    async with node("one", settings) as one, node("two", settings) as two, node("three", plain) as three:
+        introduce(one, two, three)
+        found = {peer.peer: peer.preferred for peer in one.agent.stats().peers}
+        assert found == {"two#1": "ucx", "three#1": "tcp"}
+        for receiver in (two, three):
+            request, source, target = RequestId("far"), one.filled(2, seed=1), receiver.blocks(2)
+            grant = receiver.engine.grant_writes(request, target, seq_start=0, seq_end=2 * SMALL.block_size)
+            inbound = receiver.engine.expect(request, grant)
+            handover = one.engine.open_handover(request, grant)
+            for layer in range(SMALL.num_layers):
+                handover.submit(layer, source)
+            stats = await handover.finish(20_000)
+            await inbound.done()
+            assert stats.transport == found[f"{receiver.agent.name.node}#1"]
+
+
+async def test_a_broken_ucx_falls_back_to_tcp_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(UcxDevices, "has_rdma", property(lambda self: True))
+    hosts = itertools.count()
+    monkeypatch.setattr("kv_transport.agent._host_id", lambda: str(next(hosts)).encode())
+    settings = TransportConfig(transport="auto", socket_folder=tmp_path / "sockets", allow_ucx=True)
+    async with node("one", settings) as one, node("two", settings) as two:
+        introduce(one, two)
+        request, source, target = RequestId("far"), one.filled(2, seed=1), two.blocks(2)
+        grant = two.engine.grant_writes(request, target, seq_start=0, seq_end=2 * SMALL.block_size)
+        inbound = two.engine.expect(request, grant)
+        handover = one.engine.open_handover(request, grant)
+        handover.submit(0, source)
+        await inbound.layer_ready(0)
+        # Whatever goes over ucx from now on breaks.
+        from kv_transport.backends.ucx_link import UcxLink
+
+        monkeypatch.setattr(UcxLink, "_start", lambda self, seq, unit, remote: self.lose("pulled out"))
+        for layer in range(1, SMALL.num_layers):
+            handover.submit(layer, source)
+        stats = await handover.finish(20_000)
+        await inbound.done()
+        assert stats.transport == "ucx+tcp" and two.content(target) == one.content(source)
+        assert not one.agent.inventory().work and not two.agent.inventory().work
+
+
+async def test_an_idle_connection_costs_next_to_nothing(tmp_path: Path) -> None:
+    async with pair("ucx", tmp_path, heartbeat_ms=500) as (sender, receiver):
+        await sender.agent.send_notif(NodeId("decode"), b"up")
+        await anext(receiver.agent.notifs())
+        await asyncio.sleep(0.1)
+        before = time.process_time()
+        await asyncio.sleep(1.0)
+        # Two agents; one that polled would take the whole second.
+        assert time.process_time() - before < 0.3
+
+
+def test_devices_are_read_from_what_ucx_says_of_itself() -> None:
+    assert parse_devices(INFO).pairs == (("self", "memory"), ("tcp", "eth0"))
+    assert not parse_devices(INFO).has_rdma and parse_devices(WITH_RDMA).has_rdma
+    assert str(parse_devices("")) == "none"
+
+
+def test_ucx_keeps_to_the_interface_of_the_bind_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert network_devices("127.0.0.1") == "lo"
+    assert network_devices("0.0.0.0") == "all"
+    with pytest.raises(BackendUnavailable, match="no network interface"):
+        network_devices("192.0.2.77")
+    with pytest.raises(BackendUnavailable, match="IPv4"):
+        network_devices("::1")
+    entry = tmp_path / "mlx5_0" / "ports" / "1" / "gid_attrs" / "ndevs"
+    entry.mkdir(parents=True)
+    (entry / "0").write_text("lo\n")
+    (entry / "1").write_text("eth7\n")
+    monkeypatch.setattr("kv_transport.backends.ucx_binding._SYS_INFINIBAND", tmp_path)
+    assert network_devices("127.0.0.1") == "mlx5_0:1,lo"
+
+
+def test_the_binding_is_not_loaded_before_it_is_asked_for() -> None:
+    import subprocess
+
+    code = "import kv_transport, sys; assert 'ucxx' not in sys.modules and 'ucp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
