@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 WORKERS     ?= auto
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+PEERS       ?=
 SEED        ?= 1
 SEEDS       ?= 1
 KILLS       ?= 100
@@ -19,7 +20,7 @@ KILLS       ?= 100
 .DEFAULT_GOAL := help
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make .venv with every package, the pinned dependencies and the demo's weights
 
@@ -49,6 +50,10 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
+bench-peers: setup ## Install other transfer engines, each by itself, and measure them beside ours (PEERS="nixl mooncake")
+	@$(BIN)/python bench/peers/install.py $(PEERS)
+	@$(BIN)/python bench/transport.py --case peers $(BENCH_ARGS)
+
 sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
@@ -65,4 +70,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench sim tiers docs clean
+.PHONY: help setup demo test check bench bench-peers sim tiers docs clean

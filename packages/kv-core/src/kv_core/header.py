@@ -22,6 +22,7 @@ K3: a new field needs a new version; a version that this code does not know is r
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Final
 
 from kv_core import limits
@@ -113,6 +114,21 @@ class KVCacheTransferHeader:
         if not isinstance(self.dtype, DType):
             raise InvalidHeaderError(what="dtype", value=repr(self.dtype), reason="need a DType")
 
+    def attempt(self, nonce: int, checksum: int) -> "KVCacheTransferHeader":
+        """The same bytes under another nonce and checksum; what stays the same is not checked again.
+
+        Raises:
+            InvalidHeaderError: not unsigned integers of 64 bits.
+        """
+        _require("nonce", nonce, 0, limits.MAX_UINT64)
+        _require("checksum", checksum, 0, limits.MAX_UINT64)
+        made = object.__new__(KVCacheTransferHeader)
+        for name in _FIXED:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "nonce", nonce)
+        object.__setattr__(made, "checksum", checksum)
+        return made
+
     @property
     def num_layers(self) -> int:
         return self.layer_end - self.layer_start
@@ -162,22 +178,39 @@ class KVCacheTransferHeader:
         body, (crc,) = raw[: _BODY.size], _CRC.unpack(raw[_BODY.size :])
         if crc64(body) != crc:
             raise CorruptHeaderError(reason=f"its CRC is {crc64(body):#018x}, it says {crc:#018x}")
-        _, version, dtype_code, id_nbytes, *numbers, raw_id = _BODY.unpack(body)
-        if version != HEADER_VERSION:
-            raise UnsupportedHeaderVersionError(theirs=version, ours=HEADER_VERSION)
-        dtype = _DTYPE_OF.get(dtype_code)
-        if dtype is None:
-            raise CorruptHeaderError(reason=f"dtype code {dtype_code}")
-        if id_nbytes > MAX_REQUEST_ID_BYTES or any(raw_id[id_nbytes:]):
-            raise CorruptHeaderError(reason=f"request id of {id_nbytes} bytes is not what its field holds")
-        try:
-            request_id = RequestId(raw_id[:id_nbytes].decode())
-            layer_start, layer_end, seq_start, seq_end, num_heads, head_dim, nonce, checksum = numbers
-            return cls(
-                request_id, layer_start, layer_end, seq_start, seq_end, num_heads, head_dim, dtype, nonce, checksum
-            )
-        except (InvalidHeaderError, UnicodeDecodeError) as error:
-            raise CorruptHeaderError(reason=str(error)) from None
+        nonce, checksum = _STAMPS.unpack_from(body, _STAMPS_AT)
+        return _fixed_part(body[:_STAMPS_AT] + _NO_STAMPS + body[_STAMPS_AT + _STAMPS.size :]).attempt(nonce, checksum)
+
+
+_FIXED: Final = ("request_id", "layer_start", "layer_end", "seq_start", "seq_end", "num_heads", "head_dim", "dtype")
+_STAMPS: Final = struct.Struct("<QQ")
+_STAMPS_AT: Final = 32
+_NO_STAMPS: Final = bytes(_STAMPS.size)
+
+
+@lru_cache(maxsize=4096)
+def _fixed_part(body: bytes) -> KVCacheTransferHeader:
+    """What all attempts at the same bytes have in common: the header with nonce and checksum 0.
+
+    Raises:
+        CorruptHeaderError, UnsupportedHeaderVersionError.
+    """
+    _, version, dtype_code, id_nbytes, *numbers, raw_id = _BODY.unpack(body)
+    if version != HEADER_VERSION:
+        raise UnsupportedHeaderVersionError(theirs=version, ours=HEADER_VERSION)
+    dtype = _DTYPE_OF.get(dtype_code)
+    if dtype is None:
+        raise CorruptHeaderError(reason=f"dtype code {dtype_code}")
+    if id_nbytes > MAX_REQUEST_ID_BYTES or any(raw_id[id_nbytes:]):
+        raise CorruptHeaderError(reason=f"request id of {id_nbytes} bytes is not what its field holds")
+    try:
+        request_id = RequestId(raw_id[:id_nbytes].decode())
+        layer_start, layer_end, seq_start, seq_end, num_heads, head_dim, nonce, checksum = numbers
+        return KVCacheTransferHeader(
+            request_id, layer_start, layer_end, seq_start, seq_end, num_heads, head_dim, dtype, nonce, checksum
+        )
+    except (InvalidHeaderError, UnicodeDecodeError) as error:
+        raise CorruptHeaderError(reason=str(error)) from None
 
 
 def _encoded(request_id: str) -> bytes:

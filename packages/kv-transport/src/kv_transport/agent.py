@@ -77,7 +77,7 @@ class TransferAgent:
         self._xfers: dict[str, Xfer] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._notifs: deque[Notif] = deque()
-        self._notified = asyncio.Event()
+        self._notified: asyncio.Future[None] | None = None
         self._serial = 0
         self._nonce = 0
         self._started = self._closed = False
@@ -130,7 +130,7 @@ class TransferAgent:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._notified.set()
+        self._wake_consumer()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -323,8 +323,8 @@ class TransferAgent:
                 yield self._notifs.popleft()
             if self._closed:
                 return
-            self._notified.clear()
-            await self._notified.wait()
+            self._notified = self.loop.create_future()
+            await self._notified
 
     # What there is.
 
@@ -423,7 +423,12 @@ class TransferAgent:
             self._totals.notifs_dropped += 1
             return
         self._notifs.append(Notif(node, payload))
-        self._notified.set()
+        self._wake_consumer()
+
+    def _wake_consumer(self) -> None:
+        waiting, self._notified = self._notified, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self.loop.create_task(work)

@@ -7,6 +7,7 @@ FP8 is E4M3 (finite, largest 448) with one scale per channel, a power of two in 
 the OCP MX formats): a channel is one (plane, head, dim) of a block, its values are the block's tokens.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -94,6 +95,28 @@ def plain_sum_cells(source: memoryview, cells: NDArray[np.int64]) -> list[int]:
         if min(offset, nbytes) < 0 or offset + nbytes > len(source):
             raise IndexError(f"cell {index} lies outside its memory")
     return [crc64(source[offset : offset + nbytes]) for offset, nbytes in table]
+
+
+def receive_cells(fd: int, cells: list[memoryview], checks: NDArray[np.uint64], state: NDArray[np.int64]) -> int:
+    """Receive from a socket straight into cells and sum what came, until nothing more is there or 64 cells are full.
+
+    Only where `COMPILED`: without, `recvmsg_into` and `crc64` do the same call by call.
+
+    Args:
+        checks: per cell, the CRC-64 of what has arrived; continued.
+        state: index of the cell at hand, bytes of it that are there; continued.
+
+    Returns:
+        How many bytes came; 0 at the end of the stream.
+
+    Raises:
+        OSError: as `recvmsg_into` does; `BlockingIOError` when nothing is there.
+    """
+    assert _kernels is not None, "asked for without a compiled module"
+    came = _kernels.receive_cells(fd, cells, checks, state)
+    if came < 0:
+        raise OSError(-came, os.strerror(-came))
+    return came
 
 
 def combine(checks: Sequence[int], sizes: Sequence[int]) -> int:

@@ -108,7 +108,11 @@ class Peer:
             on_release=on_release,
         )
         self._flows[id(flow)] = flow
-        self._around.spawn(self._bring_up(flow, None))
+        link = self._standing_link(flow)
+        if link is not None:
+            flow.linked(link, None)
+        else:
+            self._around.spawn(self._bring_up(flow, None))
         return flow
 
     def enqueue(self, flow: Flow, units: Sequence[int]) -> None:
@@ -213,8 +217,20 @@ class Peer:
             if isinstance(flow.ticket, WriteGrant) and flow.ticket.ticket == ticket:
                 flow.stop(GrantRefused(ticket=ticket, reason="its owner has revoked it"))
 
+    def _standing_link(self, flow: Flow) -> Link | None:
+        """The link that a new flow can use as it is: of the transport we prefer, with nothing to announce."""
+        if isinstance(flow.ticket, WriteGrant):
+            return None
+        scheme = next(iter(self._backends), None)
+        link = self._links.get(scheme) if scheme is not None else None
+        barred = flow.ticket is not None and bool(flow.ticket.transports) and scheme not in flow.ticket.transports
+        return link if link is not None and link.lost is None and not barred else None
+
     async def connect(self) -> Link:
-        """A link of the best transport, for what belongs to no flow."""
+        """A link that stands, else a new one of the best transport; for what belongs to no flow."""
+        for link in self._links.values():
+            if link.lost is None:
+                return link
         tried = []
         for scheme, backend in self._backends.items():
             reason = backend.reaches(self.metadata)

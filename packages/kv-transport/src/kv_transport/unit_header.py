@@ -5,6 +5,7 @@ summed twice. Units of plain regions have no tokens: their header counts cells o
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kv_core.dtypes import DType
 from kv_core.header import KVCacheTransferHeader
@@ -26,23 +27,45 @@ def ticket_header(
     ticket: WriteGrant | ReadGrant, layer: int, start: int, end: int, nonce: int, checksum: int
 ) -> KVCacheTransferHeader:
     """The header of positions `[start, end)` of one layer."""
-    block_size = ticket.form.block_size
+    form, block_size = ticket.form, ticket.form.block_size
+    fixed = _ticket_header(
+        ticket.request_id,
+        layer,
+        ticket.seq_start + start * block_size,
+        min(ticket.seq_start + end * block_size, ticket.seq_end),
+        form.num_kv_heads,
+        form.head_dim,
+        form.dtype,
+    )
+    return fixed.attempt(nonce, checksum)
+
+
+@lru_cache(maxsize=4096)
+def _ticket_header(
+    request_id: str, layer: int, seq_start: int, seq_end: int, num_heads: int, head_dim: int, dtype: str
+) -> KVCacheTransferHeader:
+    """What stays the same over attempts, and on both sides: checked once."""
     return KVCacheTransferHeader(
-        request_id=RequestId(ticket.request_id),
+        request_id=RequestId(request_id),
         layer_start=layer,
         layer_end=layer + 1,
-        seq_start=ticket.seq_start + start * block_size,
-        seq_end=min(ticket.seq_start + end * block_size, ticket.seq_end),
-        num_heads=ticket.form.num_kv_heads,
-        head_dim=ticket.form.head_dim,
-        dtype=DType(ticket.form.dtype),
-        nonce=nonce,
-        checksum=checksum,
+        seq_start=seq_start,
+        seq_end=seq_end,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        dtype=DType(dtype),
+        nonce=0,
+        checksum=0,
     )
 
 
 def plain_header(num_cells: int, nonce: int, checksum: int) -> KVCacheTransferHeader:
     """The header of a unit that belongs to no request."""
+    return _plain_header(num_cells).attempt(nonce, checksum)
+
+
+@lru_cache(maxsize=4096)
+def _plain_header(num_cells: int) -> KVCacheTransferHeader:
     return KVCacheTransferHeader(
         request_id=PLAIN,
         layer_start=0,
@@ -52,8 +75,8 @@ def plain_header(num_cells: int, nonce: int, checksum: int) -> KVCacheTransferHe
         num_heads=1,
         head_dim=1,
         dtype=DType.INT8,
-        nonce=nonce,
-        checksum=checksum,
+        nonce=0,
+        checksum=0,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_core.block import BlockGeometry, Layout
-from kv_core.checksum import crc64
+from kv_transport import kernels
 from kv_transport.arena import Arena
 from kv_transport.arena_layout import ArenaLayout, IntArray
 from kv_transport.codecs import Codec, codec_name, encoded_cell_nbytes
@@ -71,10 +71,9 @@ class Unit:
 
     def take_checks(self) -> list[int]:
         """`source_checks`, or a sum taken now over memory that keeps none."""
-        return self.source_checks() or [
-            crc64(self.local.data_view[offset : offset + size])
-            for offset, size in zip(self.cells.local.tolist(), self.cells.sizes.tolist(), strict=True)
-        ]
+        return self.source_checks() or kernels.sum_cells(
+            self.local.data_view, np.stack((self.cells.local, self.cells.sizes), axis=1)
+        )
 
     def store_checks(self, checks: list[int]) -> None:
         """What was read is verified: it carries its checksums from now on."""

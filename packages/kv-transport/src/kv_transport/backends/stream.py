@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from kv_core.checksum import crc64
 from kv_core.errors import KVError
-from kv_transport import limits
+from kv_transport import kernels, limits
 from kv_transport.auth import MAC_BYTES, FrameMac
 from kv_transport.backends.io_thread import IoThread
 
@@ -42,24 +44,42 @@ class Sink:
         diverted: asked before each read; once true, the rest goes nowhere.
     """
 
-    __slots__ = ("_cells", "_check", "_diverted", "_filled", "_index", "_sizes", "checks", "left")
+    __slots__ = ("_cells", "_checks", "_direct", "_diverted", "_sizes", "_state", "left")
 
     def __init__(self, cells: Sequence[memoryview | None], sizes: Sequence[int], diverted: Callable[[], bool]) -> None:
-        self._cells = cells
+        self._cells = list(cells)
         self._sizes = sizes
         self._diverted = diverted
-        self._index = 0
-        self._filled = 0
-        self._check = 0
+        # Where the next byte goes (cell, byte), and the sum of what each cell has so far: the kernel goes on with them.
+        self._state = np.zeros(2, np.int64)
+        self._checks = np.zeros(len(sizes), np.uint64)
+        written = [cell for cell in cells if cell is not None]
+        self._direct = written if kernels.COMPILED and len(written) == len(sizes) else None
         self.left = sum(sizes)
-        self.checks: list[int | None] = []
-        """CRC-64 of each cell that was written, None for one that was not."""
+
+    @property
+    def checks(self) -> list[int | None]:
+        """Once it is full: CRC-64 of each cell, None for one that was not written."""
+        found = zip(self._cells, self._checks.tolist(), strict=True)
+        return [None if cell is None else check for cell, check in found]
+
+    def receive(self, sock: socket.socket) -> int:
+        """Take what the socket has; how many bytes, 0 at its end. Raises `OSError`."""
+        # A wrapped socket is no plain stream of bytes to the kernel.
+        if self._direct is None or type(sock) is not socket.socket or self._diverted():
+            came: int = sock.recvmsg_into(self.buffers())[0]
+            self.advance(came)
+            return came
+        came = kernels.receive_cells(sock.fileno(), self._direct, self._checks, self._state)
+        self.left -= came
+        return came
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes go, up to `RECEIVE_PIECE_BYTES`."""
         if self._diverted():
             self._cells = [None] * len(self._sizes)
-        room, index, filled = limits.RECEIVE_PIECE_BYTES, self._index, self._filled
+            self._direct = None
+        room, (index, filled) = limits.RECEIVE_PIECE_BYTES, self._state.tolist()
         found: list[memoryview] = []
         while room and index < len(self._sizes) and len(found) < _IOVECS:
             cell, want = self._cells[index], min(self._sizes[index] - filled, room)
@@ -78,16 +98,17 @@ class Sink:
     def advance(self, nbytes: int) -> None:
         """So many bytes have arrived where `buffers` said."""
         self.left -= nbytes
+        index, filled = self._state.tolist()
         while nbytes:
-            cell, size = self._cells[self._index], self._sizes[self._index]
-            taken = min(nbytes, size - self._filled)
+            cell, size = self._cells[index], self._sizes[index]
+            taken = min(nbytes, size - filled)
             if cell is not None:
-                self._check = crc64(cell[self._filled : self._filled + taken], self._check)
+                self._checks[index] = crc64(cell[filled : filled + taken], int(self._checks[index]))
             nbytes -= taken
-            self._filled += taken
-            if self._filled == size:
-                self.checks.append(None if cell is None else self._check)
-                self._index, self._filled, self._check = self._index + 1, 0, 0
+            filled += taken
+            if filled == size:
+                index, filled = index + 1, 0
+        self._state[:] = index, filled
 
     def feed(self, data: memoryview) -> None:
         """Bytes that arrived together with the head."""
@@ -227,7 +248,7 @@ class Stream:
                 if self._sink is None:
                     nbytes = self._sock.recv_into(self._stage[self._staged : self._staged + self._wanted()])
                 else:
-                    nbytes = self._sock.recvmsg_into(self._sink.buffers())[0]
+                    nbytes = self._sink.receive(self._sock)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -240,7 +261,6 @@ class Stream:
                 self._staged += nbytes
                 self._parse()
             else:
-                self._sink.advance(nbytes)
                 self._finish_payload()
 
     def _wanted(self) -> int:

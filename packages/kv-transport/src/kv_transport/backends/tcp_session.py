@@ -8,8 +8,10 @@ still arrives for it goes nowhere.
 from collections.abc import Callable
 from functools import partial
 
-from kv_core.checksum import crc64
+import numpy as np
+
 from kv_core.errors import KVError
+from kv_transport import kernels
 from kv_transport.backends.base import Surroundings
 from kv_transport.backends.session import OwnerSession
 from kv_transport.backends.stream import Sink, Stream
@@ -120,7 +122,8 @@ class TcpSession(OwnerSession):
             stream.send(encode(refusal(frame.seq, error)))
             return
         place = Place(serving.memory, serving.offsets, serving.sizes, serving.geometry)
-        checks = serving.checks or [crc64(cell) for cell in place.cells()]
+        cells = np.stack((serving.offsets, serving.sizes), axis=1).astype(np.int64, copy=False)
+        checks = serving.checks or kernels.sum_cells(serving.memory.data_view, cells)
         try:
             form = write_form(serving.codec, place, checks, self._around.codec_rates, str(self._around.me))
         except KVError as error:
