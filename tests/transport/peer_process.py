@@ -6,6 +6,7 @@ that the other side knows what to expect.
 
 import asyncio
 import base64
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ from tests.transport.helpers_transport import Node, config, node
 
 def tell(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
+
+
+def digest_of(content: list[bytes]) -> str:
+    """Stands for the bytes of some blocks."""
+    return hashlib.blake2b(b"".join(content), digest_size=16).hexdigest()
 
 
 async def commands() -> asyncio.Queue[dict[str, object]]:
@@ -66,7 +72,8 @@ class Peer:
         into = self.me.blocks(grant.num_positions)
         try:
             stats = await self.me.engine.fetch(grant, into).wait(int(str(command["timeout_ms"])))
-            tell(event="pulled", transport=stats.transport, right=self.me.sealed_and_right(into))
+            right, digest = self.me.sealed_and_right(into), digest_of(self.me.content(into))
+            tell(event="pulled", transport=stats.transport, right=right, digest=digest)
         except KVError as error:
             tell(event="failed", error=type(error).__name__, detail=str(error))
 
@@ -80,7 +87,8 @@ class Peer:
         tell(event="granted", grant=base64.b64encode(grant.to_bytes()).decode())
         try:
             stats = await inbound.done()
-            tell(event="received", transport=stats.transport, right=self.me.sealed_and_right(target))
+            right, digest = self.me.sealed_and_right(target), digest_of(self.me.content(target))
+            tell(event="received", transport=stats.transport, right=right, digest=digest)
         except KVError as error:
             tell(event="failed", error=type(error).__name__, detail=str(error))
 

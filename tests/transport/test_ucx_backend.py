@@ -16,7 +16,7 @@ from kv_transport import TransferAgent, TransportConfig
 from kv_transport.backends import ucx as ucx_module
 from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices, network_devices, open_binding, parse_devices
 from kv_transport.errors import BackendUnavailable
-from tests.transport.helpers_transport import SMALL, config, introduce, node, pair
+from tests.transport.helpers_transport import SMALL, config, eventually, introduce, node, pair
 
 INFO = """#
 #            md 1  :  component 1  tcp
@@ -152,7 +152,7 @@ async def test_a_broken_ucx_falls_back_to_tcp_under_way(monkeypatch: pytest.Monk
         inbound = two.engine.expect(request, grant)
         handover = one.engine.open_handover(request, grant)
         handover.submit(0, source)
-        await inbound.layer_ready(0)
+        await eventually(lambda: 0 not in handover.missing_layers)  # acknowledged, not only arrived
         # Whatever goes over ucx from now on breaks.
         from kv_transport.backends.ucx_link import UcxLink
 
