@@ -15,6 +15,7 @@ BENCH_ARGS  ?=
 PEERS       ?=
 SEED        ?= 1
 SEEDS       ?= 1
+TRANSFERS   ?= 500
 KILLS       ?= 100
 
 .DEFAULT_GOAL := help
@@ -59,6 +60,9 @@ sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 
 tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
 	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py
+
+soak: setup ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
+	@KV_SOAK_SEED=$(SEED) KV_SOAK_TRANSFERS=$(TRANSFERS) $(BIN)/pytest -q -s tests/transport/test_random_faults.py
 
 docs: setup ## Write the reference pages of the manual from the code, then check every link
 	@$(BIN)/python -m docs.make_reference
