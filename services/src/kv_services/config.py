@@ -223,6 +223,16 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
         str, Meta(max_length=128, description="kept secret, part of the tenant's namespace beside its id")
     ] = ""
 
+    max_requests: Annotated[
+        int, Meta(ge=0, le=65_536, description="requests it may have open at one gateway; 0: as many as fit")
+    ] = 0
+    pin_quota: Annotated[
+        int, Meta(ge=0, le=1 << 28, description="blocks that may be pinned for it on one node by kvctl prefix pin")
+    ] = 0
+    shares_with: Annotated[
+        list[Name], Meta(description="tenants whose prefixes this one may read; they see nothing of its own")
+    ] = []
+
     def __repr__(self) -> str:
         # Keys and salts are secrets: a config may be logged.
         return f"TenantConfig(id={self.id!r}, api_keys=<{len(self.api_keys)}>)"
@@ -505,6 +515,9 @@ def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
         at = f"$.tenant[{index}]"
         if ids.index(tenant.id) != index:
             yield f"{at}.id", f"expected a unique id, {tenant.id!r} is also $.tenant[{ids.index(tenant.id)}].id"
+        for number, name in enumerate(tenant.shares_with):
+            if name not in ids or name == tenant.id:
+                yield f"{at}.shares_with[{number}]", f"expected the id of another tenant, got {name!r}"
         for number, key in enumerate(tenant.api_keys):
             where = f"{at}.api_keys[{number}]"
             other = keys.setdefault(key, where)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -155,7 +155,11 @@ class Base:
             metrics.members.labels(liveness).set(counts.get(liveness, 0))
         return metrics.expose(self.clock.monotonic_ns())
 
-    def side_http(self, pages: dict[str, tuple[str, Callable[[], bytes]]] | None = None) -> SideHttp:
+    def side_http(
+        self,
+        pages: dict[str, tuple[str, Callable[[], bytes]]] | None = None,
+        actions: dict[str, Callable[[bytes], Awaitable[bytes]]] | None = None,
+    ) -> SideHttp:
         """The HTTP server of a process that is no gateway."""
         return SideHttp(
             self.node.host,
@@ -165,6 +169,7 @@ class Base:
             metrics=self.metrics_body,
             status=self.status_body,
             pages=pages,
+            actions=actions,
         )
 
     def children(self) -> list[ChildSpec]:

@@ -21,7 +21,7 @@ PURGES_BYTES_MAX: Final = 64 << 20
 class PurgeFileError(KVError):
     """The file of purges cannot be read or is not whole: remove it together with the node's tiers."""
 
-    code = 7060
+    code = 7065
     template = "{path}: {cause}"
 
 

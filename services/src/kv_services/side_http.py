@@ -1,21 +1,26 @@
-"""The small HTTP server that every process but a gateway has: /healthz, /metrics, /status.
+"""The small HTTP server that every process but a gateway has: /healthz, /metrics, /status, and what operators ask for.
 
-No path changes anything. With operator keys in the cluster file, /metrics and /status ask for one; /healthz says only
-whether the process can do its work.
+With operator keys in the cluster file, /metrics and /status ask for one; /healthz says only whether the process can do
+its work. A path that changes something takes POST, and only with an operator's key: without any in the cluster file it
+is refused, on loopback too, since everybody on the machine reaches that.
 """
 
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from kv_core.errors import KVError
 from kv_services.metrics import CONTENT_TYPE
 
 JSON: Final = "application/json"
+
+_log = logging.getLogger(__name__)
 
 
 class SideHttpBindError(KVError):
@@ -30,6 +35,7 @@ class SideHttp:
 
     Args:
         pages: further GET paths with their content type and body, for the monitor's page.
+        actions: POST paths that change something; each is given the request's body and gives JSON.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class SideHttp:
         metrics: Callable[[], bytes],
         status: Callable[[], bytes],
         pages: dict[str, tuple[str, Callable[[], bytes]]] | None = None,
+        actions: dict[str, Callable[[bytes], Awaitable[bytes]]] | None = None,
     ) -> None:
         self._host, self._port = host, port
         self._keys = [_digest(key) for key in operator_keys]
@@ -53,6 +60,8 @@ class SideHttp:
         guarded = {"/metrics": (CONTENT_TYPE, metrics), "/status": (JSON, status), **(pages or {})}
         for path, (content_type, body) in guarded.items():
             self._app.router.add_get(path, self._page(content_type, body))
+        for path, action in (actions or {}).items():
+            self._app.router.add_post(path, self._action(path, action))
 
     async def start(self) -> None:
         """Listen.
@@ -93,6 +102,26 @@ class SideHttp:
             return web.Response(body=body(), headers={"Content-Type": content_type})
 
         return page
+
+    def _action(
+        self, path: str, action: Callable[[bytes], Awaitable[bytes]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def act(request: web.Request) -> web.Response:
+            if not self._keys:
+                error = "this path changes something: set cluster.operator_keys in the cluster file to allow it"
+                return web.json_response({"error": error}, status=403)
+            if not self._allowed(request.headers.get("Authorization", "")):
+                return web.json_response({"error": "this path needs an operator's key"}, status=401)
+            try:
+                body = await action(await request.read())
+            except msgspec.MsgspecError as error:
+                return web.json_response({"error": str(error)}, status=400)
+            except KVError as error:
+                return web.json_response({"error": str(error)}, status=409)
+            _log.info("operator asked for %s", path)
+            return web.Response(body=body, headers={"Content-Type": JSON})
+
+        return act
 
     def _allowed(self, authorization: str) -> bool:
         if not self._keys:

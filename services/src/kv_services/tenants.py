@@ -10,6 +10,8 @@ from typing import Final
 from kv_consistency.update import scope_id
 
 SEPARATOR: Final = "."
+OPEN_TENANT: Final = "default"
+"""Whoever asks a cluster without API keys."""
 MARK_BYTES: Final = 8
 
 

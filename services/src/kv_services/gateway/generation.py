@@ -95,6 +95,7 @@ class Generation:
         self._sources: dict[RequestId, AnswerSource] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._open_of: dict[TenantId, int] = {}
         self.running = 0
         self.draining = False
         self._closing = False
@@ -111,7 +112,7 @@ class Generation:
         with self._recorded(request, record):
             caller = self._keys.caller(request.headers.get("Authorization"))
             record.tenant = caller.tenant
-            with self._counted():
+            with self._counted(), self._within_quota(caller):
                 prepared = await self._read(request, request_id, parse, caller)
                 record.model = prepared.generation.model
                 record.user = prepared.request.user or ""
@@ -123,6 +124,20 @@ class Generation:
                     return await self._reply(request, prepared, stream, record)
                 finally:
                     stream.cancel()
+
+    @contextmanager
+    def _within_quota(self, caller: Caller) -> Iterator[None]:
+        """Count a tenant's open requests; one more than its quota is refused at once."""
+        tenant, limit = caller.tenant, caller.max_requests
+        if limit and self._open_of.get(tenant, 0) >= limit:
+            raise OverloadedError(what=f"the quota of {tenant}", limit=limit, retry_after_s=1)
+        self._open_of[tenant] = self._open_of.get(tenant, 0) + 1
+        try:
+            yield
+        finally:
+            self._open_of[tenant] -= 1
+            if not self._open_of[tenant]:
+                del self._open_of[tenant]
 
     async def drain(self, timeout_s: float) -> int:
         """Take nothing new and wait for what runs; gives the number of requests that still run."""

@@ -15,9 +15,10 @@ from typing import Final, Protocol
 
 from kv_core.ids import TenantId
 from kv_services.gateway.errors import AuthenticationError, OpenGatewayError, PermissionDeniedError
+from kv_services.tenants import OPEN_TENANT as _OPEN
 from kv_services.tenants import namespace_salt
 
-OPEN_TENANT: Final = TenantId("default")
+OPEN_TENANT: Final = TenantId(_OPEN)
 """Whoever asks a gateway without keys."""
 
 _BEARER: Final = "bearer"
@@ -32,14 +33,17 @@ class TenantSettings(Protocol):
     def api_keys(self) -> Sequence[str]: ...
     @property
     def salt(self) -> str: ...
+    @property
+    def max_requests(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a request: a tenant, with its configured salt."""
+    """Who makes a request: a tenant, its configured salt, and how many requests it may have open (0: no limit)."""
 
     tenant: TenantId
     salt: str = field(default="", repr=False)
+    max_requests: int = 0
 
 
 class ApiKeys:
@@ -52,7 +56,9 @@ class ApiKeys:
 
     def __init__(self, tenants: Iterable[TenantSettings] = (), operator_keys: Iterable[str] = ()) -> None:
         self._callers = [
-            (_digest(key), Caller(tenant.tenant_id, tenant.salt)) for tenant in tenants for key in tenant.api_keys
+            (_digest(key), Caller(tenant.tenant_id, tenant.salt, tenant.max_requests))
+            for tenant in tenants
+            for key in tenant.api_keys
         ]
         self._operators = [_digest(key) for key in operator_keys]
 

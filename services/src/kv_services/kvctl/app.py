@@ -3,18 +3,16 @@
 Exit status: 0 done, 1 an error that the last line names, 2 a wrong command line, 128 + n ended by signal n.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import typer
 
 from kv_core.dtypes import DType
-from kv_core.errors import KVError
 from kv_core.geometry import Attention
-
-P = ParamSpec("P")
+from kv_services.kvctl.guard import ConfigFile, Json
+from kv_services.kvctl.guard import guarded as _guarded
+from kv_services.kvctl.prefix_app import prefix_app
 
 app = typer.Typer(
     name="kvctl",
@@ -27,25 +25,7 @@ keys_app = typer.Typer(help="Key pairs of a cluster's processes.", no_args_is_he
 config_app = typer.Typer(help="The file that describes a cluster.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(config_app, name="config")
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The cluster file.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-
-
-def _guarded(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn an error of ours into its sentence and exit status 1; anything else is a bug and keeps its traceback."""
-
-    @wraps(command)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            status = command(*args, **kwargs)
-        except KVError as error:
-            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(1) from None
-        raise typer.Exit(status or 0)
-
-    return guarded
-
+app.add_typer(prefix_app, name="prefix")
 
 @app.command()
 @_guarded

@@ -9,12 +9,14 @@ from kv_core.block import BlockRef
 from kv_core.checksum import xxh3_64
 from kv_core.clock import Clock
 from kv_core.ids import NodeId, RegionId
+from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
 from kv_services.node.pull_cost import PullCost
+from kv_services.node.recoverer import Recoverer
 from kv_services.node.tiers import Tiers
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
@@ -26,6 +28,13 @@ class Introductions(Protocol):
     async def ensure(self, node_id: NodeId, deadline_ns: int) -> None:
         """Return when transfers with that node can begin."""
         ...
+
+
+class PastPrompts(Protocol):
+    """The prompts of the latest requests, for whoever asks why one missed."""
+
+    def note(self, request_id: str, namespace: Namespace, tokens: bytes) -> None: ...
+    def get(self, request_id: str) -> tuple[Namespace, bytes] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class NodeContext:
     metrics: Metrics
     cost: PullCost
     tiers: Tiers
+    recovery: Recoverer
+    past: PastPrompts
 
     @property
     def node_id(self) -> NodeId:

@@ -116,6 +116,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             await self._ctx.replica.caught_up(message.after, request.deadline_ns)
         self._ctx.replica.know(namespace)
         await self._ctx.tiers.promote(namespace, message.tokens, request.deadline_ns)
+        self._ctx.past.note(message.request_id, namespace, message.tokens)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()

@@ -147,6 +147,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._ctx.replica.know(namespace)
         # Before its turn, and beside the turns of others: what lies in slower tiers comes up while they are computed.
         await self._ctx.tiers.promote(namespace, message.tokens, request.deadline_ns)
+        self._ctx.past.note(message.request_id, namespace, message.tokens)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()

@@ -38,7 +38,9 @@ from kv_services.node.introductions import Introducer
 from kv_services.node.prefill import PrefillActor
 from kv_services.node.prefill_events import PrefillEndAsked, PrefillPeerDied, PrefillTimePassed, PullPlan
 from kv_services.node.prefill_state import PrefillMachine
+from kv_services.node.prefix_desk import PastRequests, PrefixDesk
 from kv_services.node.pull_cost import PullCost, plan_pull
+from kv_services.node.sharing import Sharing
 from kv_services.node.store import LeaseDesk
 from kv_services.node.tier_setup import open_tiers
 from kv_services.node.tiers import Tiers
@@ -115,7 +117,8 @@ class NodeWork:
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.leases = LeaseDesk(ctx)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
-        ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events)
+        self.prefixes = PrefixDesk(ctx, model.info.weights_revision)
+        ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx).adopt)
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -154,6 +157,7 @@ class NodeWork:
         await self.decode.close()
         await self.prefill.close()
         await self.clients.close()
+        self.prefixes.close()
         await self.ctx.tiers.close()
         await self._introducer.close()
         self.leases.close()
@@ -278,7 +282,7 @@ def build(base: Base) -> list[ChildSpec]:
     return [
         keep("memory", Memory(arena, agent, work.ctx.transfers, sockets)),
         keep("work", work),
-        keep("http", base.side_http()),
+        keep("http", base.side_http(actions=work.prefixes.actions())),
     ]
 
 
@@ -303,6 +307,7 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
         introductions=introducer,
         metrics=base.metrics,
         cost=cost,
+        past=PastRequests(),
         tiers=Tiers(pool, base.replica, base.clock, arena.num_slots, cost),
     )
     work = NodeWork(base, ctx, agent, introducer, model)

@@ -17,12 +17,10 @@ from kv_services.config import ClusterConfig, parse_bytes
 from kv_services.node.context import NodeContext
 from kv_services.node.tier import NodeTier
 from kv_services.purge_file import PurgeFile
-from kv_services.tenants import tenant_mark, tenant_scope
+from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
 SPILL_SHARE: Final = 16
 """At most one slot in so many is held because it is being written to a tier."""
-OPEN_TENANT: Final = "default"
-"""Whose KV a gateway without keys makes."""
 DISK_NS_PER_BYTE: Final = 4.0
 """Assumed of a disk before the first load: 250 MB/s."""
 DISK_OVERHEAD_NS: Final = 2_000_000.0

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, StaleMatchError
 from kv_prefix.events import BlocksStored, PoolEvent, Tier
+from kv_prefix.explain import RemovalLog
 from kv_prefix.pool_types import PoolMatch
 from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
@@ -85,6 +86,9 @@ class Tiers:
         self._cost = cost
         self._prepare: Callable[[Sequence[BlockRef]], None] = lambda refs: None
         self._flush: Callable[[], None] = lambda: None
+        self._adopt: Callable[[Namespace, bytes], Awaitable[int]] | None = None
+        self.removals = RemovalLog()
+        """What left memory lately, for whoever asks why a prompt missed."""
         self._most_in_flight = max(1, num_slots // IN_FLIGHT_SHARE)
         self._in_flight = 0
         self._ids = itertools.count(1)
@@ -98,14 +102,20 @@ class Tiers:
         self._keeping: asyncio.Future[None] | None = None
         self.tiers: list[NodeTier] = []
 
-    def attach(self, prepare: Callable[[Sequence[BlockRef]], None], flush: Callable[[], None]) -> None:
+    def attach(
+        self,
+        prepare: Callable[[Sequence[BlockRef]], None],
+        flush: Callable[[], None],
+        adopt: Callable[[Namespace, bytes], Awaitable[int]] | None = None,
+    ) -> None:
         """Say how the node's slots are used.
 
         Args:
             prepare: makes older references to slots void, before anything is written into them.
             flush: publishes what happened in the pool.
+            adopt: brings in what other tenants share of a prompt.
         """
-        self._prepare, self._flush = prepare, flush
+        self._prepare, self._flush, self._adopt = prepare, flush, adopt
 
     def add(self, tier: NodeTier) -> None:
         """Put a tier below those there are."""
@@ -131,6 +141,7 @@ class Tiers:
 
     def observe(self, events: Sequence[PoolEvent]) -> None:
         """The pool stored or removed blocks."""
+        self.removals.record(events, self._clock.wall_ns(), "its slot was needed, or it was purged")
         for event in events:
             if isinstance(event, BlocksStored):
                 self._follow(self._replica.known(event.namespace, self._pool.block_size))
@@ -246,6 +257,8 @@ class Tiers:
         Args:
             tokens: the prompt, uint32 little-endian; its last token is always computed.
         """
+        if self._started and self._adopt is not None:
+            await self._adopt(namespace, tokens)
         if not self._started or not any(tier.catalog.stats().stored for tier in self.tiers):
             return 0
         names = hash_tokens(namespace, tokens[:-4])

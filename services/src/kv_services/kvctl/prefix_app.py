@@ -1,0 +1,93 @@
+"""The commands of `kvctl prefix`, their options and their help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kv_services.kvctl.guard import ConfigFile, Json, guarded
+
+prefix_app = typer.Typer(help="Keep, forget and explain prefixes.", no_args_is_help=True)
+
+Text = Annotated[str, typer.Option(help="The prompt, as text.")]
+Tokens = Annotated[Path | None, typer.Option(help="A file of token ids: JSON, or numbers with commas.")]
+Request = Annotated[str, typer.Option(help="The id of a past request, as X-Request-Id gave it.")]
+Tenant = Annotated[str, typer.Option(help="Whose prompt it is; not needed without tenants.")]
+CacheSalt = Annotated[str | None, typer.Option(help="The cache_salt that the request carries.")]
+Name = Annotated[str, typer.Option(help="The pin's name.")]
+
+
+@prefix_app.command("warm")
+@guarded
+def warm(
+    file: ConfigFile,
+    text: Text = "",
+    tokens: Tokens = None,
+    tenant: Tenant = "",
+    cache_salt: CacheSalt = None,
+    pin: Annotated[str, typer.Option(help="Also pin it under this name.")] = "",
+    json: Json = False,
+) -> int:
+    """Compute a prompt's KV now, so that the first request that begins with it hits."""
+    from kv_services.kvctl import prefix
+
+    return prefix.warm(file, prefix.Prompt(text, tokens, "", tenant, cache_salt), pin, json)
+
+
+@prefix_app.command("pin")
+@guarded
+def pin(
+    file: ConfigFile,
+    name: Name,
+    text: Text = "",
+    tokens: Tokens = None,
+    request: Request = "",
+    tenant: Tenant = "",
+    cache_salt: CacheSalt = None,
+    json: Json = False,
+) -> int:
+    """Keep a prompt's full blocks in memory on the nodes that hold them, within the quotas, until unpin or restart."""
+    from kv_services.kvctl import prefix
+
+    return prefix.pin(file, prefix.Prompt(text, tokens, request, tenant, cache_salt), name, json)
+
+
+@prefix_app.command("unpin")
+@guarded
+def unpin(file: ConfigFile, name: Name, json: Json = False) -> int:
+    """Let go of a pin."""
+    from kv_services.kvctl import prefix
+
+    return prefix.unpin(file, name, json)
+
+
+@prefix_app.command("purge")
+@guarded
+def purge(
+    file: ConfigFile,
+    tenant: Annotated[str, typer.Option(help="Everything of this tenant.")] = "",
+    weights: Annotated[str, typer.Option(help="Everything of this revision of the weights.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Everything of the cluster's model.")] = False,
+    json: Json = False,
+) -> int:
+    """Forget prefixes: on every node, in memory and in every tier."""
+    from kv_services.kvctl import prefix
+
+    return prefix.purge(file, tenant, weights, everything, json)
+
+
+@prefix_app.command("explain")
+@guarded
+def explain(
+    file: ConfigFile,
+    text: Text = "",
+    tokens: Tokens = None,
+    request: Request = "",
+    tenant: Tenant = "",
+    cache_salt: CacheSalt = None,
+    json: Json = False,
+) -> int:
+    """Say block by block where each node's match of a prompt ends, and why: never seen, evicted, other namespace ..."""
+    from kv_services.kvctl import prefix
+
+    return prefix.explain(file, prefix.Prompt(text, tokens, request, tenant, cache_salt), json)
