@@ -27,6 +27,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(config_app, name="config")
 app.add_typer(prefix_app, name="prefix")
 
+
 @app.command()
 @_guarded
 def size(
