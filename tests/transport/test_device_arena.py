@@ -216,13 +216,9 @@ def test_the_fused_source_compiles_and_its_functions_are_those_of_the_host(tmp_p
     (tmp_path / "fused.cu").write_text(cuda_kernels.source())
     (tmp_path / "harness.cu").write_text(HARNESS)
     assert NVCC is not None
-    for command in (
-        [NVCC, "-arch=sm_80", "-cubin", "-Werror", "all-warnings", "-o", "fused.cubin", "fused.cu"],
-        [NVCC, "-arch=sm_80", "-o", "harness", "harness.cu"],
-    ):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "fused.cubin").stat().st_size > 1000
+    command = [NVCC, "-arch=sm_80", "-Werror", "all-warnings", "-o", "harness", "harness.cu"]  # device code, too
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     data, other = np.random.default_rng(5).bytes(4099), np.random.default_rng(6).bytes(5)
     (shift,) = cuda_kernels.crc_shifts(5)  # one piece of 5 bytes
     parts = [cuda_kernels.crc_tables().tobytes(), np.uint32(len(data)).tobytes(), data, shift.tobytes()]
