@@ -236,8 +236,7 @@ async def running(
             slots=slots,
             monitor=monitor,
             limits=limits or LimitsSection(request_timeout_s=60.0),
-            # The name is checked by the launcher.
-            transport=TransportSection(backend=backend, allow_ucx=backend == "ucx"),  # type: ignore[arg-type]
+            transport=TransportSection(backend=backend),  # type: ignore[arg-type]  # checked by the launcher
             tenants=tenants,
             tiers=tiers,
             model=MODEL,

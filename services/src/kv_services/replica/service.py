@@ -52,9 +52,9 @@ from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
 from kv_consistency.version_vector import CausalToken, Origin
-from kv_core.block_hashes import BlockHashes
 from kv_core.clock import Clock
 from kv_core.errors import KVError
+from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_core.wire import Message
@@ -178,17 +178,9 @@ class ReplicaService:
         self._step(Tick(self._now()))
 
     def renew_clock_bound(self) -> None:
-        """Put a higher clock bound on disk and wait for it; what runs on the loop waits too.
-
-        Raises:
-            KVError: the disk does not take it: nothing can be stamped any more, and this life ends.
-        """
+        """Put a higher clock bound on disk and wait for it; what runs on the loop waits too."""
         bound_ns = max(self.manager.trusted_wall_ns(self._now()), self.manager.clock.wall_ns) + RENEWED_NS
-        try:
-            self._life.keep_clock_bound(bound_ns)
-        except KVError as error:
-            self._over = self._over or error
-            raise
+        self._life.keep_clock_bound(bound_ns)
         self._hear(ClockBoundPersisted(bound_ns))
 
     def attach(self, bus: Bus, cluster: ClusterView) -> None:
@@ -220,8 +212,7 @@ class ReplicaService:
             self._hear(Tick(self._now()))
             self._drain()  # what stamping the bus's envelopes found wrong with clocks
             self._measure()
-            while self._index.sweep() and not self._closed.is_set():
-                await asyncio.sleep(0)  # others have their turn between two slices
+            self._index.sweep()
             try:
                 await asyncio.wait_for(self._closed.wait(), TICK_S)
             except TimeoutError:
@@ -250,11 +241,6 @@ class ReplicaService:
             if len(self._namespaces) > NAMESPACES_MAX:
                 del self._namespaces[next(iter(self._namespaces))]
         return known
-
-    def learn(self, namespace: NamespaceRef) -> None:
-        """Remember what another node knows of a namespace, unless this one knows it itself."""
-        if namespace.scopes:
-            self._namespaces.setdefault(namespace.digest, namespace)
 
     def known(self, digest: bytes, block_size: int) -> NamespaceRef:
         """A namespace by its digest, with what is remembered of it."""
@@ -500,9 +486,9 @@ class ReplicaService:
         holder = Holder(change.holder.node, change.holder.incarnation)
         match change:
             case ClaimsAdded(_, _, tier, _, hashes, checks):
-                self._index.stored(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, checks))
+                self._index.stored(holder, pool_events.Tier(tier), list(map(BlockHash, hashes, checks)))
             case ClaimsRemoved(_, _, tier, _, hashes):
-                self._index.removed(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, [0] * len(hashes)))
+                self._index.removed(holder, pool_events.Tier(tier), [BlockHash(h, 0) for h in hashes])
             case HolderDropped():
                 self._index.remove_holder(holder)
 

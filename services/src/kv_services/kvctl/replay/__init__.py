@@ -1,1 +1,0 @@
-"""`kvctl replay` and `kvctl workload`: what a cache of some size would have done with a trace of requests."""
