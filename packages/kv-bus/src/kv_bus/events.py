@@ -7,7 +7,9 @@ E4: the head is repeated at a fixed pace, so that a lost last event shows within
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from kv_bus.carrier import Carrier, EventWire, Frame
 from kv_bus.control import EventHead, header_of
@@ -17,13 +19,15 @@ from kv_bus.limits import EVENT_HEAD_INTERVAL_NS, SUBSCRIBE_RETRY_NS
 from kv_bus.local import Local
 from kv_bus.peers import Peer, Peers
 from kv_bus.sequencer import NO_LIFE, Accept, Effect, Sequencer, SequencerStats
-from kv_core.errors import LocalProtocolError
+from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Message, SchemaMismatchError, UnknownMessageTypeError, WireError, decode
 
 EventCallback = Callable[[Event[Message]], None]
 GapCallback = Callable[[GapDetected], None]
 RestartCallback = Callable[[OriginRestarted], None]
+
+_log: Final = logging.getLogger(__name__)
 
 
 class EventSubscription:
@@ -223,6 +227,10 @@ class Events:
                 line.origin.close()
 
     def _repeat_head(self) -> None:
-        if self._sequence:
-            self._carrier.publish(self._local.encode(EventHead(self._sequence), NO_LIFE, 0, 0))
         self.start()
+        if self._sequence:
+            try:
+                self._carrier.publish(self._local.encode(EventHead(self._sequence), NO_LIFE, 0, 0))
+            except KVError as error:
+                # Nobody called who could be told; the next one may go.
+                _log.warning("last sequence not repeated node=%s cause=%s", self._local.node_id, error)

@@ -330,6 +330,14 @@ class Supervisor:
                 life.cancel()
                 await asyncio.gather(life, return_exceptions=True)
         if self._stopping:
+            if not life.cancelled() and life.exception() is not None:
+                # It is being stopped anyway, but nothing fails unseen (V5).
+                _log.warning(
+                    "child failed as it stopped supervisor=%s child=%s cause=%s",
+                    self.name,
+                    kept.spec.name,
+                    life.exception(),
+                )
             return None
         error: BaseException
         if life.cancelled():

@@ -163,7 +163,9 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             case ReplyReserved(request_id, epoch, cached_tokens):
                 self._reply(DecodeReserved(request_id, epoch, cached_tokens, 0, None))
             case RefuseReserve(request_id, epoch, error):
-                self._owners.pop((request_id, epoch), None)
+                # A request that came twice is refused the second time; the first one goes on under its owner.
+                if self.machine.sequence(request_id, epoch) is None:
+                    self._owners.pop((request_id, epoch), None)
                 asked = self._asked.pop((request_id, epoch), None)
                 if asked is not None:
                     asked.fail(error)

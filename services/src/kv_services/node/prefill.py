@@ -1,6 +1,7 @@
 """The prefill role: performs what `PrefillMachine` decides, on the bus, the transfers and the compute thread."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -322,7 +323,14 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
 
     async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef]) -> int:
         future = self._ctx.transfers.fetch(grant, refs, TransferPriority.HIGH)
-        stats = await future.wait(self._ctx.config.limits.lease_ms)
+        try:
+            stats = await future.wait(self._ctx.config.limits.lease_ms)
+        except KVError:
+            # A deadline frees no memory (A4): what is late may still be written into these blocks.
+            future.cancel()
+            with contextlib.suppress(KVError):
+                await future.wait()
+            raise
         now_ns = self._ctx.clock.monotonic_ns()
         self._ctx.metrics.transfer_done(now_ns, stats.transport, stats.nbytes, stats.duration_ns, stats.retries)
         self._cost.fetched(stats.nbytes, stats.duration_ns)

@@ -178,9 +178,17 @@ class ReplicaService:
         self._step(Tick(self._now()))
 
     def renew_clock_bound(self) -> None:
-        """Put a higher clock bound on disk and wait for it; what runs on the loop waits too."""
+        """Put a higher clock bound on disk and wait for it; what runs on the loop waits too.
+
+        Raises:
+            KVError: the disk does not take it: nothing can be stamped any more, and this life ends.
+        """
         bound_ns = max(self.manager.trusted_wall_ns(self._now()), self.manager.clock.wall_ns) + RENEWED_NS
-        self._life.keep_clock_bound(bound_ns)
+        try:
+            self._life.keep_clock_bound(bound_ns)
+        except KVError as error:
+            self._over = self._over or error
+            raise
         self._hear(ClockBoundPersisted(bound_ns))
 
     def attach(self, bus: Bus, cluster: ClusterView) -> None:

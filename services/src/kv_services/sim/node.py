@@ -1,186 +1,319 @@
-"""One simulated node: production bus, membership, replica, index and pool; only frames, time and disk are imitated."""
+"""One simulated node: the production process, with frames, units of KV, time, disk and computing imitated.
+
+What is put together here is what `kv_services.process` and the roles put together: base, membership, replica, pool,
+transfer agent, decode, prefill and store roles or the gateway's completer, under the production supervisor.
+"""
 
 import asyncio
-from collections.abc import Callable
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+from typing import Final
 
-from kv_bus.interface import PeerAddress, Reply, Request
+from kv_bus.errors import ChildGaveUp
+from kv_bus.interface import Bus, Stamper
 from kv_bus.memory_bus import MemoryBus, MemoryNetwork
-from kv_bus.supervisor import Child
-from kv_consistency.manager import KvCacheConsistencyManager
-from kv_consistency.messages import MESSAGES
+from kv_bus.supervisor import ChildFailed, ChildSpec, ChildState, Supervisor
 from kv_consistency.replica import ReplicaConfig
-from kv_consistency.update import OwnerEpoch
+from kv_core.block import Layout
 from kv_core.errors import KVError
+from kv_core.geometry import Attention, ModelGeometry
 from kv_core.hashing import BlockHash
-from kv_core.ids import Incarnation, NodeId, RegionId, RequestId
+from kv_core.ids import Incarnation, NodeId
 from kv_core.namespace import Namespace
 from kv_core.testing import SkewedClock
-from kv_core.wire import Message, Registry
-from kv_prefix.block_pool import BlockPool
-from kv_prefix.errors import NoSpaceError
-from kv_prefix.prefix_index import Holder, PrefixIndex
-from kv_services.config import BusSection, Role
-from kv_services.membership.actor import ClusterView
-from kv_services.messages import ROLE_MESSAGES, Load
-from kv_services.metrics import Metrics
-from kv_services.replica.service import ReplicaService, ReplicaStamper, origin_epoch, wait_out
+from kv_core.wire import Registry
+from kv_prefix.placement import make_placement_policy
+from kv_prefix.prefix_index import Holder
+from kv_services.config import ClusterConfig, Role, parse_config
+from kv_services.engine.stub import StubModel
+from kv_services.gateway.actor import ClusterCompleter, GatewayContext
+from kv_services.gateway.placing import Placer
+from kv_services.life import LifeFile, LifeFileError
+from kv_services.messages import Load
+from kv_services.node.process import Memory, NodeWork, assemble
+from kv_services.process import Base, assemble_base, keep
+from kv_services.replica.service import ReplicaService, wait_out
+from kv_services.sim.causality import CausalOracle
+from kv_services.sim.compute import SimCompute
+from kv_services.sim.disk import Mount, SimDisk
+from kv_services.sim.loop import context_of
+from kv_services.sim.watch import WatchedManager, WatchedStamper
+from kv_transport import Arena, TransferAgent, TransportConfig
+from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwork
 
-BLOCK_SIZE = 4
-NAMESPACE = Namespace("sim", "weights-1", block_size=BLOCK_SIZE)
-SETTINGS = BusSection(heartbeat_interval_ms=100, suspect_after_ms=400, dead_after_ms=1_500)
-CLOCK_HORIZON_NS = 2_000_000_000
-NUM_SLOTS = 24
-
-
-class Work(Message, frozen=True, tag="sim.work"):
-    """Gateway to node: register the request in steps up to `length`, after the token."""
-
-    request_id: str
-    epoch: int
-    length: int
-    after: bytes
-
-
-class Worked(Message, frozen=True, tag="sim.worked"):
-    """It is registered; whoever follows `token` sees all of `length`."""
-
-    length: int
-    token: bytes
+BLOCK_SIZE: Final = 4
+NUM_SLOTS: Final = 40
+REQUEST_TIMEOUT_S: Final = 6.0
+DIGEST_INTERVAL_NS: Final = 400_000_000
+DAMAGED_STARTS: Final = 2
+"""Starts that fail for a damaged life file before an operator removes it."""
+MODEL: Final = StubModel(ModelGeometry("sim", 2, 1, 1, 4, Attention.MHA, max_tokens=1 << 12), max_context=1 << 12)
+_ROLES: Final = (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE, Role.GATEWAY, Role.STORE)
 
 
-class Disk:
-    """What outlives a crash: incarnation and clock bound."""
+def cluster_of(num_nodes: int) -> ClusterConfig:
+    """A cluster of so many processes. Sizes are small, and periodic messages rarer than by default: most of them say
+    that nothing happened, and more can happen instead."""
+    text = [
+        '[cluster]\nname = "sim"\nstate_dir = "/sim"',
+        f'[model]\nid = "sim"\nengine = "stub"\nkv_dtype = "fp16"\nblock_size = {BLOCK_SIZE}',
+        "[bus]\nheartbeat_interval_ms = 400\nsuspect_after_ms = 1200\ndead_after_ms = 3000",
+        f"[limits]\nrequest_timeout_s = {REQUEST_TIMEOUT_S}\nmax_batch = 4\nnode_queue = 16\nlease_ms = 2000",
+        '[transport]\nbackend = "shm"',
+    ]
+    for number in range(num_nodes):
+        role = _ROLES[number % len(_ROLES)]
+        ports = "".join(f"{name}_port = {7000 + 3 * number + i}\n" for i, name in enumerate(("bus", "events", "http")))
+        slots = f"slots = {NUM_SLOTS}\n" if role.holds_kv else ""
+        text.append(f'[[node]]\nid = "{role.value}-{number}"\nrole = "{role.value}"\n{ports}{slots}')
+    return parse_config("\n".join(text), file="/sim/cluster.toml")
 
-    def __init__(self) -> None:
-        self.incarnation = 0
-        self.clock_bound_ns = 0
 
-    def keep_clock_bound(self, bound_ns: int) -> None:
-        self.clock_bound_ns = max(self.clock_bound_ns, bound_ns)
+def namespace_of(config: ClusterConfig) -> Namespace:
+    """The one namespace of all simulated requests."""
+    model = config.model
+    return Namespace(model.id, MODEL.info.weights_revision, dtype=model.dtype, block_size=model.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all nodes of one run share."""
+
+    config: ClusterConfig
+    bus: MemoryNetwork
+    transfers: TransferNetwork
+    oracle: CausalOracle
+    blocks_changed: Callable[["SimNode"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldChain:
+    """A run of blocks from the first of a sequence to a last one behind which the node holds no more."""
+
+    hashes: tuple[BlockHash, ...]
+    tokens: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 class SimNode:
-    """One life after another of one node."""
+    """One life after another of one node.
 
-    def __init__(
-        self,
-        name: NodeId,
-        role: Role,
-        names: dict[NodeId, Role],
-        network: MemoryNetwork,
-        clock: SkewedClock,
-        rng: Random,
-    ) -> None:
-        self.name, self.role, self.clock = name, role, clock
-        self.disk = Disk()
-        self.lives = 0
-        self._names = names
-        self._network = network
-        self._random = rng
+    Attributes:
+        slowness: by how much it computes slower than others.
+        stood_still_ns: for how long it stood still, in all.
+        pauses: how many faults keep it still now.
+        running: between the end of its start and the end of its life.
+    """
+
+    def __init__(self, name: NodeId, around: Surroundings, clock: SkewedClock, disk: SimDisk, rng: Random) -> None:
+        self.name, self.clock, self.disk = name, clock, disk
+        self.node = around.config.node(name)
+        self.role = self.node.role
+        self.lives = self.failed_starts = 0
+        self.slowness = 1.0
+        self.stood_still_ns = 0
+        self.pauses = 0
         self.running = False
+        self.context: contextvars.Context = context_of(name)
+        self._around = around
+        self._random = rng
+        self._damaged_starts = 0
+        self._mount: Mount | None = None
+        self._supervisor: Supervisor | None = None
+        self._agent: TransferAgent | None = None
+        self._failure: BaseException | None = None
+        self.work: NodeWork | None = None
+        self.completer: ClusterCompleter | None = None
 
-    async def start(self) -> None:
-        """Begin a life with what is on disk."""
-        await wait_out(self.disk.clock_bound_ns, self.clock)
-        self.disk.incarnation += 1
-        self.lives += 1
-        self.incarnation = Incarnation(self.disk.incarnation)
-        self.index = PrefixIndex()
-        self.pool = BlockPool(NUM_SLOTS, BLOCK_SIZE, region=RegionId(1))
-        settings = ReplicaConfig(clock_floor_ns=self.disk.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
-        self.manager = KvCacheConsistencyManager(self.name, self.incarnation, settings)
-        metrics = Metrics(self.name, self.role.value)
-        self.replica = ReplicaService(self.manager, self.clock, self.index, self.disk, metrics, offload=_at_once)
-        self.replica.prime()
-        self.replica.know(NAMESPACE)
-        self.bus = MemoryBus(
-            self._network,
-            self.name,
-            self.incarnation,
-            Registry(*ROLE_MESSAGES, *MESSAGES, Work, Worked),
-            stamper=ReplicaStamper(self.manager, self.clock),
-            clock=self.clock,
+    @property
+    def incarnation(self) -> Incarnation:
+        """The present life."""
+        return self.base.incarnation
+
+    @property
+    def replica(self) -> ReplicaService:
+        return self.base.replica
+
+    @property
+    def ending(self) -> bool:
+        """Whether a part of this life has ended, and the others are about to."""
+        return self._supervisor is not None and any(
+            child.state is not ChildState.RUNNING for child in self._supervisor.stats()
         )
-        peers = {name: role for name, role in self._names.items() if name != self.name}
-        for peer in peers:
-            self.bus.add_peer(PeerAddress(peer, f"memory://{peer}", f"memory://{peer}"))
-        self.view = ClusterView(self.bus, self.clock, SETTINGS, self.role, peers, Load)
-        self.replica.attach(self.bus, self.view)
-        self.bus.handle(Work, self._on_work)
-        self.children: list[Child] = [self.bus, self.view, self.replica]
-        for child in self.children:
-            await child.start()
-        self.running = True
+
+    @property
+    def serving(self) -> bool:
+        """Whether it runs and its memory is there."""
+        return self.running and (self.work is None or not self.work.ctx.arena.closed)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it runs and its replica takes reads and writes."""
+        return self.running and self.replica.manager.ready
+
+    @property
+    def holder(self) -> Holder:
+        """This life as claims name it."""
+        return Holder(self.name, self.incarnation)
 
     async def live(self) -> None:
-        """Return when this life ends; a life that the cluster holds for over ends by itself."""
-        runs = [asyncio.ensure_future(child.run()) for child in self.children]
-        await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-        self.running = False
-        for child in reversed(self.children):
-            await child.close()
-        outcomes = await asyncio.gather(*runs, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, KVError):
-                raise outcome
+        """One life, from the disk's content to its end: a crash, or the cluster held it for over.
+
+        Raises:
+            BaseException: a part failed for a reason that is no `KVError`: a bug.
+        """
+        self._mount = self.disk.mount()
+        try:
+            self._begin(self._mount)
+        except LifeFileError as error:
+            self.failed_starts += 1
+            if "damaged" in str(error):
+                self._damaged_starts += 1
+                if self._damaged_starts > DAMAGED_STARTS:
+                    self._damaged_starts = 0
+                    self.disk.remove_all()
+            return
+        self.lives += 1
+        supervisor = self._supervisor
+        await wait_out(self.base.clock_floor_ns, self.clock)
+        assert supervisor is not None
+        if self._mount.crashed:
+            return
+        try:
+            await supervisor.start()
+        except KVError:
+            # It crashed while it started, or its disk failed it.
+            self.failed_starts += 1
+            return
+        self.base.ready = self.running = True
+        try:
+            await supervisor.run()
+        except ChildGaveUp:
+            pass
+        finally:
+            self.running = False
+        if self._failure is not None:
+            raise self._failure
 
     async def crash(self) -> None:
         """Gone without a word; only the disk stays."""
         self.running = False
-        self._network.crash(self.name)
-        for child in reversed(self.children):
-            await child.close()
+        if self._mount is not None:
+            self._mount.crash()
+        self._around.bus.crash(self.name)
+        self._around.transfers.crash(self.name)
+        await self.stop()
 
-    def store(self, tokens: tuple[int, ...], hashes: list[BlockHash]) -> None:
-        """Hold this prefix's blocks, evicting others if need be, and publish what changed."""
-        match = self.pool.match(NAMESPACE.digest, hashes, (*tokens, 0))
-        num_new = len(hashes) - len(match.refs)
-        try:
-            opened = self.pool.open("sim", match, num_new, use_partial=False)
-        except NoSpaceError:
-            return
-        first = len(match.refs)
-        if num_new:
-            self.pool.commit(opened.table, NAMESPACE.digest, first, hashes[first:], tokens[first * BLOCK_SIZE :])
-        self.pool.release(opened.table)
-        self.flush()
+    async def stop(self) -> None:
+        """End this life."""
+        if self._supervisor is not None:
+            await self.within(self._supervisor.stop())
 
-    def purge(self) -> None:
-        """Drop everything held."""
-        self.pool.purge()
-        self.flush()
+    def within(self, work: "asyncio._CoroutineLike[object]") -> "asyncio.Task[object]":
+        """Run something as a part of this node."""
+        return asyncio.get_running_loop().create_task(work, context=self.context)
 
-    def flush(self) -> None:
-        """Publish what happened in the pool."""
-        events = self.pool.take_events()
-        if events:
-            self.replica.pool_events(events, BLOCK_SIZE)
+    def chains(self) -> Iterator[HeldChain]:
+        """Everything findable in its pool, as chains that end where nothing follows."""
+        assert self.work is not None
+        chains: dict[BlockHash, HeldChain] = {}
+        inner: dict[BlockHash, None] = {}
+        for run in self.work.ctx.pool.snapshot():
+            parent = None if run.parent is None else chains[run.parent]
+            if run.parent is not None:
+                inner[run.parent] = None
+            hashes, tokens, slots = (parent.hashes, parent.tokens, parent.slots) if parent else ((), (), ())
+            raw = memoryview(run.tokens).cast("I")
+            for index, (block_hash, ref) in enumerate(zip(run.block_hashes, run.refs, strict=True)):
+                if index:
+                    inner[hashes[-1]] = None
+                hashes, slots = (*hashes, block_hash), (*slots, ref.slot)
+                tokens = (*tokens, *raw[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+                chains[block_hash] = HeldChain(hashes, tokens, slots)
+        return (chain for block_hash, chain in chains.items() if block_hash not in inner)
 
-    def depth(self, tokens: tuple[int, ...], hashes: list[BlockHash]) -> int:
-        """Blocks of a prefix that are really here."""
-        return len(self.pool.match(NAMESPACE.digest, hashes, (*tokens, 0)).refs)
+    def open_things(self) -> dict[str, int]:
+        """What it owns and has not given back, by kind."""
+        things = dict(self.base.open_things())
+        if self.completer is not None and self.completer.num_open:
+            things["requests"] = self.completer.num_open
+        stats = self.replica.manager.stats()
+        if stats.waiters:
+            things["waiting reads"] = stats.waiters
+        return things
 
-    @property
-    def holder(self) -> Holder:
-        return Holder(self.name, self.incarnation)
+    def _begin(self, mount: Mount) -> None:
+        config = self._around.config
+        manager: WatchedManager
 
-    async def _on_work(self, request: Request[Work]) -> Reply:
-        work = request.message
-        owner: OwnerEpoch = origin_epoch(request.sender, request.incarnation, work.epoch)
-        request_id = RequestId(work.request_id)
-        await self.replica.caught_up(work.after, min(request.deadline_ns, self.clock.monotonic_ns() + 2_000_000_000))
-        length = 0
-        while length < work.length:
-            length = min(work.length, length + 1 + self._random.randrange(8))
-            self.replica.register_length(request_id, owner, length, length, NAMESPACE)
-            self.replica.verify(request_id, owner, length)
-            await asyncio.sleep(0.001)
-        return Worked(length, self.replica.token(request_id))
+        def make_manager(node: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> WatchedManager:
+            nonlocal manager
+            settings = replace(settings, digest_interval_ns=DIGEST_INTERVAL_NS)
+            manager = WatchedManager(node, incarnation, settings, self._around.oracle, self._changed)
+            return manager
+
+        def make_bus(incarnation: Incarnation, registry: Registry, stamper: Stamper) -> Bus:
+            watched = WatchedStamper(stamper, manager, self._around.oracle)
+            return MemoryBus(self._around.bus, self.name, incarnation, registry, stamper=watched, clock=self.clock)
+
+        life = LifeFile(Path("lives"), self.name, mount)
+        self.work = self.completer = None
+        self.base = assemble_base(config, self.node, self.clock, life, make_bus, make_manager, _at_once)
+        role = self._gateway() if self.role is Role.GATEWAY else self._holder(self.base)
+        # A life that is over, or crashes, finishes nothing.
+        specs = [replace(spec, drain_timeout_ns=0) for spec in (*self.base.children(), *role)]
+        self._supervisor = Supervisor(self.name, specs, clock=self.clock, on_failure=self._failed)
+
+    def _holder(self, base: Base) -> Sequence[ChildSpec]:
+        config = self._around.config
+        base.serves(config.model.id, MODEL.info.weights_revision)
+        geometry = MODEL.info.geometry.block_geometry(config.model.dtype, BLOCK_SIZE)
+        arena = Arena.create(geometry, NUM_SLOTS, Layout(config.model.layout), name=self.name)
+        settings = TransportConfig(transport="memory", unit_bytes=4096)
+        agent = TransferAgent(self.name, base.incarnation, settings, self.clock, self._around.transfers)
+        compute = SimCompute(self._random, lambda: self.slowness)
+        work = self.work = assemble(base, MODEL, arena, agent, compute)
+        self._agent = agent
+        return [keep("memory", Memory(arena, agent, work.ctx.transfers, None)), keep("work", work)]
+
+    def _gateway(self) -> Sequence[ChildSpec]:
+        config, base = self._around.config, self.base
+        base.serves(config.model.id, MODEL.info.weights_revision)
+        policy = config.routing.policy
+        context = GatewayContext(
+            config=config,
+            clock=base.clock,
+            bus=base.bus,
+            cluster=base.cluster,
+            index=base.index,
+            placer=Placer(make_placement_policy(policy), make_placement_policy(policy), BLOCK_SIZE),
+            ownership=base.replica,
+            metrics=base.metrics,
+            model_id=config.model.id,
+            weights_revision=MODEL.info.weights_revision,
+        )
+        completer = self.completer = ClusterCompleter(context)
+        base.load = lambda: Load(running=completer.num_open)
+        return [keep("completer", completer)]
+
+    def _changed(self) -> None:
+        if self.serving:
+            self._around.blocks_changed(self)
+
+    def _failed(self, failed: ChildFailed) -> None:
+        if not isinstance(failed.error, KVError):
+            self._failure = self._failure or failed.error
 
 
 def _at_once(work: Callable[[], None]) -> "asyncio.Future[None]":
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    work()
-    done.set_result(None)
+    try:
+        work()
+    except KVError as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
     return done

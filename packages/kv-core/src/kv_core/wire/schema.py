@@ -7,6 +7,7 @@ for a check only where the schema needs it: `walk` where a value could be NaN or
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -101,6 +102,7 @@ class Registry:
         return len(self.by_tag)
 
 
+@cache
 def _inspect(cls: type[Message]) -> Entry:
     """Check a message class and note which checks its decoding needs.
 

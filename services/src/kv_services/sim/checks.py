@@ -1,0 +1,146 @@
+"""What must hold of every node at any time, and of all of them when everything has healed and settled.
+
+K1: `free + cached + pinned == total`, and the pool's own invariants.
+K2: every findable block holds the bytes that its tokens make, and its checksum, where sealed, is that of its bytes.
+K3: a node's own claims in its own index are exactly what its pool holds.
+K4: settled: every replica has applied the same of every living origin, every index says exactly what the pools hold,
+    nobody owns anything that is not given back, and nobody waits.
+"""
+
+from collections.abc import Iterable
+
+from kv_consistency.version_vector import VersionVector
+from kv_core.checksum import crc64
+from kv_core.errors import KVError
+from kv_core.hashing import BlockHash
+from kv_prefix.prefix_index import Holder
+from kv_services.engine.errors import KVContentError
+from kv_services.membership.state import Liveness
+from kv_services.sim.node import MODEL, SimNode
+
+
+class CheckError(KVError):
+    """An invariant does not hold."""
+
+    code = 7092
+    template = "{node} {what}"
+
+
+class BlockChecker:
+    """K1 and K2, at every change of a pool; each stored block is looked at once, and all of them now and then.
+
+    Attributes:
+        refused: what was wrong at a change of a pool, in the middle of the code under test.
+    """
+
+    def __init__(self) -> None:
+        self.refused: list[CheckError] = []
+        self._known: dict[Holder, dict[tuple[int, int, BlockHash], None]] = {}
+        self.num_blocks = 0
+
+    def changed(self, node: SimNode) -> None:
+        """The node's pool stored or removed blocks."""
+        try:
+            self._count(node)
+            known = self._known.get(node.holder, {})
+            self._known[node.holder] = self._look(node, known)
+        except CheckError as error:
+            self.refused.append(error)
+
+    def all(self, node: SimNode) -> None:
+        """Look at everything a node has, whether it was seen before or not."""
+        assert node.work is not None
+        self._count(node)
+        node.work.ctx.pool.check()
+        self._known[node.holder] = self._look(node, {})
+
+    def _count(self, node: SimNode) -> None:
+        assert node.work is not None
+        stats = node.work.ctx.pool.stats()
+        if stats.free + stats.cached + stats.pinned != stats.total:
+            raise CheckError(node=node.name, what=f"counts {stats}")
+
+    def _look(
+        self, node: SimNode, known: dict[tuple[int, int, BlockHash], None]
+    ) -> dict[tuple[int, int, BlockHash], None]:
+        assert node.work is not None
+        arena, now = node.work.ctx.arena, dict[tuple[int, int, BlockHash], None]()
+        generations = arena.generations
+        for chain in node.chains():
+            names = [
+                (slot, int(generations[slot]), block_hash)
+                for slot, block_hash in zip(chain.slots, chain.hashes, strict=True)
+            ]
+            now.update(dict.fromkeys(names))
+            new = [index for index, name in enumerate(names) if name not in known]
+            if not new:
+                continue
+            self.num_blocks += len(new)
+            try:
+                MODEL.verify(arena, chain.tokens, chain.slots)
+            except KVContentError as error:
+                raise CheckError(node=node.name, what=f"offers wrong bytes: {error}") from None
+            for index in new:
+                slot = chain.slots[index]
+                for layer in range(arena.geometry.num_layers):
+                    check = int(arena.checks[layer, slot])
+                    if check and check != crc64(arena.cell(slot, layer)):
+                        raise CheckError(node=node.name, what=f"has a wrong checksum of slot {slot}, layer {layer}")
+        return now
+
+
+def check_own_claims(node: SimNode) -> None:
+    """K3."""
+    assert node.work is not None
+    index = node.base.index
+    for chain in node.chains():
+        said = {match.holder: match.num_blocks for match in index.lookup(chain.hashes)}.get(node.holder, 0)
+        if said != len(chain.hashes):
+            raise CheckError(node=node.name, what=f"says {said} of its own blocks, has {len(chain.hashes)}")
+
+
+def check_settled(nodes: Iterable[SimNode]) -> None:
+    """K4."""
+    nodes = list(nodes)
+    for node in nodes:
+        if not node.ready:
+            raise CheckError(node=node.name, what="did not come back")
+        things = node.open_things()
+        if things:
+            raise CheckError(node=node.name, what=f"still has {things}")
+        lag = {str(origin): n for origin, n in node.replica.lag().items() if n}
+        if lag:
+            raise CheckError(node=node.name, what=f"still lacks {lag}")
+        for other in nodes:
+            if node is not other and not _knows(node, other):
+                raise CheckError(node=node.name, what=f"does not hold {other.name}/{other.incarnation} for alive")
+    first = _of_living(nodes[0].replica.manager.vector(), nodes)
+    holders = [node for node in nodes if node.work is not None]
+    chains = {chain.hashes: None for node in holders for chain in node.chains()}
+    for node in nodes:
+        vector = _of_living(node.replica.manager.vector(), nodes)
+        if vector != first:
+            raise CheckError(node=node.name, what=f"applied {vector}, {nodes[0].name} {first}")
+        for hashes in chains:
+            truth = {holder.holder: depth for holder in holders if (depth := _depth(holder, hashes))}
+            said = {match.holder: match.num_blocks for match in node.base.index.lookup(hashes)}
+            if said != truth:
+                raise CheckError(node=node.name, what=f"says {said} of a prefix, the pools hold {truth}")
+
+
+def _knows(node: SimNode, other: SimNode) -> bool:
+    """Whether a node holds the present life of another for alive, in its membership and its replica."""
+    member = node.base.cluster.view.members[other.name]
+    alive = member.liveness is Liveness.ALIVE and member.incarnation == other.incarnation
+    return alive and not node.replica.manager.is_over(other.replica.manager.origin)
+
+
+def _depth(node: SimNode, hashes: tuple[BlockHash, ...]) -> int:
+    assert node.work is not None
+    pool = node.work.ctx.pool
+    return next((depth for depth in range(len(hashes), 0, -1) if pool.prefix(hashes[depth - 1]) is not None), 0)
+
+
+def _of_living(vector: VersionVector, nodes: list[SimNode]) -> dict[str, int]:
+    living = {node.replica.manager.origin for node in nodes}
+    return {str(origin): vector[origin] for origin in vector if origin in living}

@@ -1,0 +1,109 @@
+"""Virtual time in which single nodes can stand still, as a process does between SIGSTOP and SIGCONT.
+
+Whatever runs on the loop belongs to the node in whose context (`contextvars`) it was started. While a node stands still
+nothing of it runs: what becomes due is kept in order and runs when it goes on. Others see only its silence.
+"""
+
+import asyncio
+import contextvars
+import heapq
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, TypeVarTuple
+
+from kv_core.ids import NodeId
+from kv_core.testing import LoopClock, VirtualTimeLoop
+from kv_services.life import LifeFileError
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+_OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("simulated node", default="")
+
+
+def context_of(node: NodeId) -> contextvars.Context:
+    """A new context; what is started in it belongs to that node."""
+    context = contextvars.copy_context()
+    context.run(_OWNER.set, node)
+    return context
+
+
+class SimLoop(VirtualTimeLoop):
+    """See the module."""
+
+    # asyncio's own: what runs next, and the heap of timers.
+    _ready: Any
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._still: dict[str, tuple[list[asyncio.Handle], list[asyncio.TimerHandle]]] = {}
+
+    def stop_node(self, node: NodeId) -> None:
+        """Let nothing of that node run from now on."""
+        if node in self._still:
+            return
+        ready, timers = self._still[node] = [], []
+        for handle in list(self._ready):
+            if _owner(handle) == node:
+                self._ready.remove(handle)
+                ready.append(handle)
+        others = []
+        for timer in self._scheduled:
+            if _owner(timer) == node and not timer.cancelled():
+                timer._scheduled = False  # type: ignore[attr-defined]
+                timers.append(timer)
+            else:
+                others.append(timer)
+        heapq.heapify(others)
+        self._scheduled = others
+
+    def continue_node(self, node: NodeId) -> None:
+        """Let it go on: what was due meanwhile runs at once."""
+        ready, timers = self._still.pop(node, ([], []))
+        self._ready.extend(ready)
+        for timer in timers:
+            if not timer.cancelled():
+                timer._scheduled = True  # type: ignore[attr-defined]
+                heapq.heappush(self._scheduled, timer)
+
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = super().call_soon(callback, *args, context=context)
+        if self._still:
+            kept = self._still.get(_owner(handle))
+            if kept is not None:
+                self._ready.remove(handle)
+                kept[0].append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = super().call_at(when, callback, *args, context=context)
+        if self._still:
+            kept = self._still.get(_owner(timer))
+            if kept is not None:
+                self._scheduled.remove(timer)
+                heapq.heapify(self._scheduled)
+                timer._scheduled = False  # type: ignore[attr-defined]
+                kept[1].append(timer)
+        return timer
+
+    def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A disk that takes no clock bound ends a life at its replica's next tick. What needs a stamp until then fails,
+        # and where nobody called who could be told, the loop reports it and goes on, as any process's loop does.
+        if not isinstance(context.get("exception"), LifeFileError):
+            super()._handle(loop, context)
+
+
+def run_simulated(main: Callable[[SimLoop, LoopClock], Coroutine[None, None, _T]], epoch_ns: int) -> _T:
+    """Run `main(loop, clock)` to its end; raises what `kv_core.testing.run_virtual` raises."""
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, SimLoop)
+        return runner.run(main(loop, LoopClock(loop, epoch_ns)))
+
+
+def _owner(handle: asyncio.Handle) -> str:
+    context: contextvars.Context = handle._context  # type: ignore[attr-defined]
+    return context.get(_OWNER, "")
