@@ -193,3 +193,10 @@ class CodecFailed(TransportError):
 
     code = 3026
     template = "codec {codec}: {reason}"
+
+
+class DeviceUnavailable(TransportError):
+    """There is no GPU to put an arena on."""
+
+    code = 3027
+    template = "no device memory: {reason}"
