@@ -20,6 +20,7 @@ class Settings:
     tenant_id: TenantId
     api_keys: list[str]
     salt: str = ""
+    max_requests: int = 0
 
 
 def keys() -> ApiKeys:

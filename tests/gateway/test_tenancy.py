@@ -18,6 +18,7 @@ class Settings:
     tenant_id: TenantId
     api_keys: list[str]
     salt: str = ""
+    max_requests: int = 0
 
 
 KEYS = ApiKeys([Settings(TenantId("a"), ["x" * 16, KEY_A]), Settings(TenantId("b"), [KEY_B], "pepper")], [KEY_OPS])

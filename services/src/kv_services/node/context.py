@@ -16,7 +16,6 @@ from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
 from kv_services.node.pull_cost import PullCost
-from kv_services.node.recoverer import Recoverer
 from kv_services.node.tiers import Tiers
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
@@ -56,7 +55,6 @@ class NodeContext:
     metrics: Metrics
     cost: PullCost
     tiers: Tiers
-    recovery: Recoverer
     past: PastPrompts
 
     @property

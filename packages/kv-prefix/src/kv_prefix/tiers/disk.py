@@ -29,7 +29,8 @@ from kv_prefix.tiers.errors import TierConfigError, TierFullError, TierInUseErro
 from kv_prefix.tiers.store import Cells
 
 IOV_MAX: Final = 1024
-PIECE_BYTES: Final = 256 << 10
+WRITE_PIECE_BYTES: Final = 1 << 20
+READ_PIECE_BYTES: Final = 256 << 10
 """Bytes of one call. Checked while they are in the cache, they cost half of what a second pass over memory costs."""
 RECORD_RESERVE: Final = 3
 """Records that room is kept for per block: the manifest grows to twice its need and is then copied."""
@@ -121,7 +122,7 @@ class DiskStore:
         """
         self.forget(forget)
         try:
-            for offset, cells in self._pieces(items):
+            for offset, cells in self._pieces(items, WRITE_PIECE_BYTES):
                 _write_all(self._blocks, [cell for _, _, cell in cells], offset)
         except OSError as error:
             raise self._translate("blocks", error) from error
@@ -146,7 +147,7 @@ class DiskStore:
         """Read blocks into their buffers; per block, whether all its bytes are there and are what was sealed."""
         checks = [item.block.layer_checks() for item, _ in items]
         sound = [True] * len(items)
-        for offset, cells in self._pieces(items):
+        for offset, cells in self._pieces(items, READ_PIECE_BYTES):
             got = _read_all(self._blocks, [cell for _, _, cell in cells], offset)
             for index, layer, cell in cells:
                 # Right after they came: the bytes are still in the processor's cache.
@@ -255,11 +256,11 @@ class DiskStore:
                 raise self._translate("manifest", error) from error
 
     def _pieces(
-        self, items: Sequence[tuple[PlacedBlock, Cells]]
+        self, items: Sequence[tuple[PlacedBlock, Cells]], piece_nbytes: int
     ) -> Iterator[tuple[int, list[tuple[int, int, memoryview]]]]:
         """The layers of blocks in order of place, cut into calls: (offset, [(index in items, layer, bytes)])."""
         layer_nbytes = self._shape.layer_nbytes
-        most = max(1, min(IOV_MAX, PIECE_BYTES // layer_nbytes))
+        most = max(1, min(IOV_MAX, piece_nbytes // layer_nbytes))
         start = following = -1
         piece: list[tuple[int, int, memoryview]] = []
         for index in sorted(range(len(items)), key=lambda index: items[index][0].place):
