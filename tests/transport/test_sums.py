@@ -123,3 +123,20 @@ def test_receiving_tells_the_end_of_the_stream_and_refuses_full_cells() -> None:
         assert kernels.receive_cells(ours.fileno(), cells, checks, state) == 0
     with pytest.raises(ValueError, match="state"):
         kernels.receive_cells(0, cells, checks, np.zeros(1, np.int64))
+
+
+@given(
+    size=st.integers(0, 200_000),
+    shift=st.integers(0, 63),
+    gap=st.integers(0, 5),
+)
+def test_both_sums_of_a_copy_are_those_of_source_and_destination(size: int, shift: int, gap: int) -> None:
+    """Across the pieces in which it is done, and whatever the alignment."""
+    source, to = memoryview(CONTENT * 3)[shift:], memoryview(bytearray(250_000))
+    cells = np.array([(gap, shift, size // 2), (gap + size // 2 + gap, 3, size - size // 2)], np.int64)
+    arrived, read = kernels.copy_unsealed_cells(to, source, cells)
+    for (target, origin, nbytes), here, there in zip(cells.tolist(), arrived, read, strict=True):
+        assert to[target : target + nbytes] == source[origin : origin + nbytes]
+        assert here == there == crc64(source[origin : origin + nbytes])
+    with pytest.raises(IndexError):
+        kernels.copy_unsealed_cells(to, source, np.array([(0, 0, 1), (250_000, 0, 1)], np.int64))

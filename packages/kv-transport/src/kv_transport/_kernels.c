@@ -241,13 +241,31 @@ static int get(PyObject *object, Py_buffer *view, int flags, const char *name, P
     return 0;
 }
 
-/* copy_cells(to, from, cells, checks): cells are int64 triples (to, from, nbytes); the sum of each continues the
- * uint64 that is in `checks`. Everything is checked before the first byte is written. */
+/* What is summed at the source before it is copied: then the copy finds it in the second-level cache. */
+#define READ_PIECE 65536
+
+/* Both sums: of what was read, and of what has arrived. */
+static uint64_t copy_and_sum_both(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc, uint64_t *read)
+{
+    while (n) {
+        size_t piece = n < READ_PIECE ? n : READ_PIECE;
+        *read = sum(from, piece, *read);
+        crc = copy_and_sum(to, from, piece, crc);
+        to += piece;
+        from += piece;
+        n -= piece;
+    }
+    return crc;
+}
+
+/* copy_cells(to, from, cells, checks[, read]): cells are int64 triples (to, from, nbytes); the sum of each continues
+ * the uint64 that is in `checks`, and that of its source the one in `read`. Everything is checked before the first
+ * byte is written. */
 static PyObject *py_copy_cells(PyObject *self, PyObject *args)
 {
-    PyObject *to_object, *from_object, *cells_object, *checks_object, *result = NULL;
-    Py_buffer to, from, cells, checks;
-    if (!PyArg_ParseTuple(args, "OOOO", &to_object, &from_object, &cells_object, &checks_object))
+    PyObject *to_object, *from_object, *cells_object, *checks_object, *read_object = NULL, *result = NULL;
+    Py_buffer to, from, cells, checks, read = {0};
+    if (!PyArg_ParseTuple(args, "OOOO|O", &to_object, &from_object, &cells_object, &checks_object, &read_object))
         return NULL;
     if (get(to_object, &to, PyBUF_WRITABLE, "to", -1) < 0)
         return NULL;
@@ -257,8 +275,10 @@ static PyObject *py_copy_cells(PyObject *self, PyObject *args)
         goto two;
     if (get(checks_object, &checks, PyBUF_WRITABLE, "checks", cells.len / 24 * 8) < 0)
         goto three;
+    if (read_object && get(read_object, &read, PyBUF_WRITABLE, "read", cells.len / 24 * 8) < 0)
+        goto four;
     const int64_t *cell = cells.buf;
-    uint64_t *check = checks.buf;
+    uint64_t *check = checks.buf, *source_check = read.buf;
     Py_ssize_t count = cells.len / 24;
     if (cells.len % 24) {
         PyErr_SetString(PyExc_ValueError, "cells are triples of int64");
@@ -272,13 +292,24 @@ static PyObject *py_copy_cells(PyObject *self, PyObject *args)
         }
     }
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++)
-        check[i] = ~copy_and_sum((uint8_t *)to.buf + cell[3 * i], (const uint8_t *)from.buf + cell[3 * i + 1],
-                                 (size_t)cell[3 * i + 2], ~check[i]);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint8_t *target = (uint8_t *)to.buf + cell[3 * i];
+        const uint8_t *origin = (const uint8_t *)from.buf + cell[3 * i + 1];
+        size_t n = (size_t)cell[3 * i + 2];
+        if (source_check) {
+            uint64_t source = ~source_check[i];
+            check[i] = ~copy_and_sum_both(target, origin, n, ~check[i], &source);
+            source_check[i] = ~source;
+        } else
+            check[i] = ~copy_and_sum(target, origin, n, ~check[i]);
+    }
     Py_END_ALLOW_THREADS
     result = Py_None;
     Py_INCREF(result);
 all:
+    if (read.obj)
+        PyBuffer_Release(&read);
+four:
     PyBuffer_Release(&checks);
 three:
     PyBuffer_Release(&cells);

@@ -46,8 +46,7 @@ def copy_unsealed(
 ) -> tuple[list[int], list[int]]:
     """The same for memory that keeps no checksums: those of the destination, and those of the source.
 
-    The source of each piece is summed right before it is copied (a write) or right after (a read: were it changed
-    meanwhile, the two differ), so that memory is read once and not twice. Cells are at most `COPY_PIECE_BYTES` long.
+    Cells are at most `COPY_PIECE_BYTES` long.
     """
     table, groups = cells.table(into_local=into_local)
     arrived: list[int] = []
@@ -55,12 +54,9 @@ def copy_unsealed(
     for start, end in groups:
         if stopped():
             raise CopyStopped
-        part = table[start:end]
-        if not into_local:
-            read += kernels.sum_cells(source.data_view, part[:, 1:])
-        arrived += kernels.copy_cells(destination.data_view, source.data_view, part)
-        if into_local:
-            read += kernels.sum_cells(source.data_view, part[:, 1:])
+        here, there = kernels.copy_unsealed_cells(destination.data_view, source.data_view, table[start:end])
+        arrived += here
+        read += there
     return arrived, read
 
 
