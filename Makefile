@@ -16,6 +16,7 @@ PEERS       ?=
 SEED        ?= 1
 SEEDS       ?= 1
 TRANSFERS   ?= 500
+MUTANTS     ?=
 KILLS       ?= 100
 
 .DEFAULT_GOAL := help
@@ -61,6 +62,9 @@ sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
 	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py
 
+mutants: setup ## Break the code on purpose, one fault at a time; every one must be caught (MUTANTS=clock)
+	@$(BIN)/python -m tests.mutants $(MUTANTS)
+
 soak: setup ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
 	@KV_SOAK_SEED=$(SEED) KV_SOAK_TRANSFERS=$(TRANSFERS) $(BIN)/pytest -q -s tests/transport/test_random_faults.py
 
@@ -74,4 +78,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench bench-peers sim tiers docs clean
+.PHONY: help setup demo test check bench bench-peers sim tiers mutants docs clean

@@ -73,6 +73,27 @@ def test_an_unanswered_request_goes_to_another_peer_that_has_it() -> None:
     assert cluster.manager("c").vector().covers(Dot(life("a"), 2))
 
 
+def test_a_peer_that_says_what_it_has_but_never_gives_it_is_not_asked_for_ever() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.store("a", [0])
+    cluster.lose(lambda flight: is_update(flight) and flight.receiver == "c")
+    asking = cluster.manager("c")._replica.anti_entropy
+    for _ in range(200):
+        while cluster.flights:
+            flight = cluster.flights[0]
+            known = asking.known(NodeId("b"))
+            told = isinstance(flight.message, Digest) and flight.sender == "a"
+            if flight.receiver != "c" or told or known is None or not known.covers(Dot(life("a"), 1)):
+                cluster.deliver()
+            else:
+                cluster.flights.pop(0)  # b has said that it has the update: from then on c hears only what a says
+        cluster.advance(50 * MS)
+    asked = [effect.peer for effect in sent(cluster, "c", RangeRequest)]
+    assert set(asked[-4:]) == {"a", "b"}
+    cluster.settle(rounds=60)
+    assert cluster.manager("c").vector().covers(Dot(life("a"), 1))
+
+
 def test_a_hint_of_the_bus_compares_at_once() -> None:
     cluster = Cluster("a", "b")
     cluster.store("a", [0])

@@ -102,6 +102,35 @@ def test_replaying_updates_over_a_page_that_already_knew_them_changes_nothing_in
     assert sorted(copy.rows()) == sorted(truth.rows())
 
 
+def test_a_replayed_update_never_undoes_what_a_snapshot_knew_to_be_newer() -> None:
+    """Not even for the moment until the rest is replayed: an index would follow."""
+    source, copy = ClaimTable(), ClaimTable()
+    out: list[ClaimChange] = []
+    source.store(A, 1, stored([7]), 0, out)
+    source.remove(A, 2, removed([7]), out)
+    source.store(A, 3, stored([6, 7]), 0, out)
+    copy.take_page(source.page(A, KEY, -1), 0, 0, out)
+    out.clear()
+    copy.store(A, 1, stored([7]), 0, out, replayed=True)
+    copy.remove(A, 2, removed([7]), out, replayed=True)
+    copy.clear(A, 2, None, out, replayed=True)
+    assert out == [] and held(copy) == held(source) == {block(6): 6, block(7): 7}
+
+
+def test_a_page_of_a_replica_that_is_further_behind_takes_nothing_back() -> None:
+    """As when a second synchronisation goes on after a first that was given up."""
+    behind, copy = ClaimTable(), ClaimTable()
+    out: list[ClaimChange] = []
+    for table in (behind, copy):
+        table.store(A, 5, stored([6, 7]), 0, out)
+    copy.store(A, 9, stored([7, 8]), 0, out)
+    moved = held(copy)
+    out.clear()
+    copy.take_page(behind.page(A, KEY, -1), 5, 0, out)
+    assert out == [] and held(copy) == moved
+    copy.check()
+
+
 def test_what_is_dropped_is_unreadable_at_once_and_freed_in_small_steps() -> None:
     table = table_of(3 * SPLIT_AT)
     out: list[ClaimChange] = []

@@ -303,6 +303,26 @@ def test_every_concurrent_purge_beats_a_store_that_followed_only_one_of_them() -
     cluster.check()
 
 
+def test_a_store_is_not_applied_before_the_purges_that_it_followed() -> None:
+    """Otherwise it could be counted as having followed another one: here c's own, which it did not."""
+    cluster = Cluster("a", "b", "c")
+    cluster.manager("a").raise_scopes([NAMESPACE.digest])
+    cluster.drain("a")
+    late = [flight for flight in cluster.flights if flight.receiver == "c"]
+    cluster.flights = [flight for flight in cluster.flights if flight.receiver != "c"]
+    cluster.deliver_all()
+    cluster.manager("c").raise_scopes([NAMESPACE.scopes[0]])
+    cluster.members[node("c")].manager.drain()
+    cluster.store("b", range(4))
+    cluster.deliver_all()
+    assert cluster.manager("c").find_prefix_match([block(0)]) is None
+    cluster.flights = late
+    cluster.deliver_all()
+    assert cluster.manager("c").vector()[life("b")] == 1
+    assert cluster.manager("c").find_prefix_match([block(0)]) is None
+    cluster.check()
+
+
 def test_find_prefix_match_takes_the_longest_unbroken_run_and_not_the_first_that_is_long_enough() -> None:
     cluster = Cluster("a", "b", "c")
     cluster.store("a", range(6))

@@ -11,6 +11,8 @@ most once. B3: parked updates stay within `parked_max` and `bytes_max`. B4: an o
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from kv_consistency import limits
 from kv_consistency.update import Update, estimated_nbytes
 from kv_consistency.version_vector import Dot, Origin, VersionVector
@@ -18,6 +20,13 @@ from kv_core.ids import Incarnation, NodeId
 
 Delivery = tuple[Origin, Sequence[Update]]
 """Consecutive updates of one origin to be applied now, in this order."""
+
+
+class _Parked(msgspec.Struct, gc=False):
+    """An update that waits, and what it counts for."""
+
+    update: Update
+    nbytes: int
 
 
 class CausalBuffer:
@@ -44,7 +53,7 @@ class CausalBuffer:
         self._bytes_max = bytes_max
         self._applied: dict[Origin, int] = {}
         self._heads: dict[Origin, int] = {}
-        self._pending: dict[Origin, dict[int, Update]] = {}
+        self._pending: dict[Origin, dict[int, _Parked]] = {}
         self._blocked: dict[Origin, list[tuple[int, Origin]]] = {}
         self._waits_for: dict[Origin, Dot] = {}
         self._frozen: dict[Origin, int] = {}
@@ -195,7 +204,7 @@ class CausalBuffer:
             applied = self._applied.get(origin, 0)
             assert all(n > applied for n in pending)
             head = pending.get(applied + 1)
-            assert head is None or origin in self._frozen or self._first_missing(origin, head) is not None
+            assert head is None or origin in self._frozen or self._first_missing(origin, head.update) is not None
 
     def _take_ready(self, origin: Origin, updates: Sequence[Update], out: list[Delivery]) -> int:
         """Hand out the longest prefix that is in order and depends on nothing missing; returns how many were used."""
@@ -236,7 +245,7 @@ class CausalBuffer:
             if not self._make_room(origin, update.n, nbytes):
                 self.dropped += 1
                 return
-        pending[update.n] = update
+        pending[update.n] = _Parked(update, nbytes)
         self.parked += 1
         self.parked_bytes += nbytes
 
@@ -259,7 +268,8 @@ class CausalBuffer:
                 continue
             n = self._applied.get(origin, 0)
             ready: list[Update] = []
-            while (update := pending.get(n + 1)) is not None:
+            while (parked := pending.get(n + 1)) is not None:
+                update = parked.update
                 missing = self._first_missing(origin, update) if update.deps else None
                 if missing is not None:
                     self._block(origin, missing)
@@ -307,9 +317,9 @@ class CausalBuffer:
         if dot is not None:
             self._blocked[dot.origin] = [item for item in self._blocked[dot.origin] if item != (dot.n, origin)]
 
-    def _unpark(self, pending: dict[int, Update], n: int) -> None:
+    def _unpark(self, pending: dict[int, _Parked], n: int) -> None:
         self.parked -= 1
-        self.parked_bytes -= estimated_nbytes(pending.pop(n))
+        self.parked_bytes -= pending.pop(n).nbytes
 
     def _forget_parked(self, origin: Origin, upto: int) -> None:
         pending = self._pending.get(origin, {})
