@@ -236,7 +236,8 @@ async def running(
             slots=slots,
             monitor=monitor,
             limits=limits or LimitsSection(request_timeout_s=60.0),
-            transport=TransportSection(backend=backend),  # type: ignore[arg-type]  # checked by the launcher
+            # The name is checked by the launcher.
+            transport=TransportSection(backend=backend, allow_ucx=backend == "ucx"),  # type: ignore[arg-type]
             tenants=tenants,
             tiers=tiers,
             model=MODEL,

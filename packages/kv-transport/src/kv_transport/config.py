@@ -14,15 +14,25 @@ _MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files for TLS on `tcp`: this node's certificate and key, and the authority that signed every node's."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, slots=True)
 class TransportConfig:
     """Settings of one agent.
 
     Attributes:
         transport: `auto` takes shm on one host; between hosts ucx if `allow_ucx` and both ends have RDMA, else tcp.
         socket_folder: folder for the unix sockets of shm, of mode 0700 (made if missing); None turns shm off.
-        tcp_host: address to bind; loopback unless told otherwise. None turns tcp off.
+        tcp_host: address to bind; loopback unless told otherwise. None turns tcp off. ucx uses its network device.
         tcp_port: 0 lets the system choose.
         tcp_streams: connections per peer.
+        tls: encrypt tcp; a peer without TLS is then not spoken to over tcp at all.
         io_threads: threads that move bytes for tcp.
         copy_threads: threads that move bytes for shm.
         allow_ucx: whether `auto` may choose ucx (remote keys give unbounded access: fabrics you trust only).
@@ -55,6 +65,7 @@ class TransportConfig:
     resume_grace_ms: int = 300
     fence_timeout_ms: int = 1_000
     quarantine_slots_max: int = limits.QUARANTINE_SLOTS_MAX
+    tls: TlsConfig | None = None
     codec: CodecName = "auto"
 
     def __post_init__(self) -> None:

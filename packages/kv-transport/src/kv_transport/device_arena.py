@@ -81,7 +81,7 @@ class HostDevice:
 def _sums(rows: "np.ndarray[Any, Any]") -> Uint64Array:
     nbytes = rows.shape[1]
     spans = np.stack([np.arange(len(rows)) * nbytes, np.full(len(rows), nbytes)], axis=1)
-    return np.array(kernels.sum_cells(memoryview(np.ascontiguousarray(rows).reshape(-1)), spans), np.uint64)
+    return np.array(kernels.sum_cells(np.ascontiguousarray(rows).reshape(-1).data, spans), np.uint64)
 
 
 class DeviceArena:

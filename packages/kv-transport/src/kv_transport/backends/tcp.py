@@ -1,7 +1,8 @@
 """`tcp`: any network, several streams per peer, authenticated sessions.
 
 The listener binds the address it was given, loopback by default. Connections are made without blocking anybody and
-prove whose they are before a byte of theirs is believed; then each stream is served by an IO thread.
+prove whose they are before a byte of theirs is believed; then each stream is served by an IO thread. With TLS
+configured (`tls`) nothing is spoken without it.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import logging
 import secrets
 import socket
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_core.errors import KVError
 from kv_transport import limits
@@ -20,6 +21,7 @@ from kv_transport.backends.io_thread import IoThread
 from kv_transport.backends.stream import Stream
 from kv_transport.backends.tcp_link import TcpLink
 from kv_transport.backends.tcp_session import TcpSession
+from kv_transport.backends.tls import TlsLayer
 from kv_transport.errors import BackendUnavailable, ConnectionLost, TransferTimeout
 from kv_transport.tickets import AgentMetadata
 from kv_transport.types import PeerName
@@ -27,6 +29,7 @@ from kv_transport.units import NonceSource
 
 _log = logging.getLogger(__name__)
 _BACKLOG: Final = 128
+_TLS: Final = "tls+"
 
 
 class TcpBackend(Backend):
@@ -44,8 +47,11 @@ class TcpBackend(Backend):
         self._handshakes: dict[int, asyncio.Task[None]] = {}
         self._sessions: dict[tuple[PeerName, bytes], TcpSession] = {}
         self._serial = 0
+        self._tls: TlsLayer | None = None
 
     async def start(self) -> None:
+        if self._around.config.tls is not None:
+            self._tls = TlsLayer(self._around.config.tls)
         where = f"{self._host}:{self._port}"
         try:
             found = await self._around.loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -69,11 +75,20 @@ class TcpBackend(Backend):
         if self._listener is None:
             return None
         host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}".encode()
+        where = f"{host}:{port}"
+        return (where if self._tls is None else f"{_TLS}{self._tls.fingerprint}@{where}").encode()
+
+    def state(self) -> str:
+        return "ready" if self._tls is None else "ready, with TLS"
 
     def reaches(self, peer: AgentMetadata) -> str | None:
-        if _address(peer) is None:
+        address = _address(peer)
+        if address is None:
             return "the peer offers no tcp address"
+        if self._tls is not None and not address.fingerprint:
+            return "TLS is required here, and the peer has none"
+        if self._tls is None and address.fingerprint:
+            return "the peer requires TLS, which is not configured here"
         return None if self._threads else "tcp is not started here"
 
     async def connect(self, peer: AgentMetadata, nonces: NonceSource, owner: LinkOwner) -> Link:
@@ -102,13 +117,15 @@ class TcpBackend(Backend):
         return link
 
     async def _open(
-        self, peer: AgentMetadata, address: tuple[str, int], link_id: bytes, index: int, streams: int
+        self, peer: AgentMetadata, address: "_Address", link_id: bytes, index: int, streams: int
     ) -> tuple[socket.socket, SessionKeys]:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._tune(sock)
-            await self._around.loop.sock_connect(sock, address)
+            await self._around.loop.sock_connect(sock, (address.host, address.port))
+            if self._tls is not None:
+                sock = await self._tls.connect(sock, address.fingerprint)
             wire = HandshakeIO(sock, self._around.loop, packets=False)
             keys = await shake_as_initiator(wire, self._around, peer, "tcp", link_id, index, streams)
         except OSError as error:
@@ -138,6 +155,8 @@ class TcpBackend(Backend):
         for thread in threads:
             # Their sockets are closed by calls that are in their queues: nothing blocks in there.
             thread.close()
+        if self._tls is not None:
+            await asyncio.to_thread(self._tls.close)
 
     def _thread(self) -> IoThread:
         self._next_thread += 1
@@ -173,6 +192,8 @@ class TcpBackend(Backend):
         try:
             self._tune(sock)
             async with asyncio.timeout(self._around.config.connect_timeout_ms / 1000):
+                if self._tls is not None:
+                    sock = await self._tls.accept(sock)
                 wire = HandshakeIO(sock, self._around.loop, packets=False)
                 hello, keys = await shake_as_owner(wire, self._around)
         except (KVError, OSError, TimeoutError) as error:
@@ -206,9 +227,21 @@ class TcpBackend(Backend):
         self._sessions.pop(key, None)
 
 
-def _address(peer: AgentMetadata) -> tuple[str, int] | None:
-    address = next((item.address for item in peer.addresses if item.scheme == "tcp"), None)
-    if address is None:
+class _Address(NamedTuple):
+    host: str
+    port: int
+    fingerprint: str
+    """SHA-256 of its certificate; empty without TLS."""
+
+
+def _address(peer: AgentMetadata) -> _Address | None:
+    found = next((item.address for item in peer.addresses if item.scheme == "tcp"), None)
+    if found is None:
         return None
-    host, _, port = address.decode(errors="replace").rpartition(":")
-    return (host, int(port)) if host and port.isdigit() and int(port) < 65536 else None
+    text, fingerprint = found.decode(errors="replace"), ""
+    if text.startswith(_TLS):
+        fingerprint, _, text = text.removeprefix(_TLS).partition("@")
+        if not fingerprint:
+            return None
+    host, _, port = text.rpartition(":")
+    return _Address(host, int(port), fingerprint) if host and port.isdigit() and int(port) < 65536 else None
