@@ -10,6 +10,7 @@ from kv_services.membership.state import (
     Effect,
     Event,
     HeartbeatSeen,
+    LeaveSeen,
     LinkLost,
     Liveness,
     MemberDied,
@@ -95,6 +96,7 @@ steps = st.one_of(
     st.builds(HeartbeatSeen, st.just(0), st.sampled_from([A, B]), st.integers(1, 4).map(Incarnation)),
     st.builds(LinkLost, st.just(0), st.sampled_from([A, B])),
     st.builds(TimePassed, st.just(0)),
+    st.builds(LeaveSeen, st.sampled_from([A, B]), st.integers(1, 4).map(Incarnation)),
 )
 
 
@@ -106,6 +108,8 @@ def _at(event: Event, now_ns: int) -> Event:
             return LinkLost(now_ns, node_id)
         case TimePassed():
             return TimePassed(now_ns)
+        case LeaveSeen():
+            return event
 
 
 @given(st.lists(st.tuples(steps, st.integers(0, 200)), max_size=60))

@@ -72,6 +72,20 @@ class NoKVRoleError(NodeError):
     template = "{node} is a {role} node and does not {work}"
 
 
+class NodeDrainingError(NodeError, RetryableError):
+    """The node is leaving: it takes nothing new, and hands over what it has."""
+
+    code = 7044
+    template = "{node} is draining"
+
+
+class MoveRefusedError(NodeError, RetryableError):
+    """The node cannot take this prefix now."""
+
+    code = 7045
+    template = "{node} takes no prefix: {reason}"
+
+
 class LifeOverError(KVError):
     """The cluster declared this life of the process over while it was silent; a new one must begin."""
 

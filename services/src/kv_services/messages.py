@@ -184,6 +184,24 @@ class EndRequest(Message, frozen=True, tag="end_request"):
     cause: Name
 
 
+class AdoptPrefix(Message, frozen=True, tag="adopt_prefix"):
+    """A node to another that shall hold a prefix from now on: its tokens, and leave to read its blocks from
+    `first_block` on. Those before it are there already, or the answer is an error."""
+
+    namespace: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    scopes: tuple[bytes, ...]
+    tokens: TokenBytes
+    first_block: Count
+    grant: bytes
+
+
+class PrefixAdopted(Message, frozen=True, tag="prefix_adopted"):
+    """The reply to `AdoptPrefix`: every block is verified and findable, and claimed in the replica."""
+
+    num_blocks: Count
+    nbytes: Count
+
+
 class Ack(Message, frozen=True, tag="ack"):
     """Heard; nothing more to say."""
 
@@ -202,6 +220,8 @@ ROLE_MESSAGES: tuple[type[Message], ...] = (
     TokenBatch,
     DecodeGaveUp,
     EndRequest,
+    AdoptPrefix,
+    PrefixAdopted,
     Ack,
     *(message for message in READER_MESSAGES if message not in (IntroduceAgent, AgentIntroduced)),
 )

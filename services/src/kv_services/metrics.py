@@ -78,6 +78,12 @@ class Metrics:
         self.bus_refused = Gauge("kv_bus_refused", "Bus messages refused since start", registry=reg)
         self.alerts = Counter("kv_alerts", "Episodes in which a threshold was crossed", ["threshold"], registry=reg)
         self.recoveries = Counter("kv_recoveries", "Recovery actions carried out", ["action"], registry=reg)
+        self.hardware_faults = Counter(
+            "kv_hardware_faults", "Units to a peer whose bytes failed their checksum", ["peer"], registry=reg
+        )
+        self.link_transfers = Counter(
+            "kv_link_transfers", "Transfers to or from a peer by how they ended", ["peer", "outcome"], registry=reg
+        )
 
     def found_tokens(self, source: str, num_tokens: int) -> None:
         """Count prompt tokens by source: `local`, `peer`, `decode` (all hits) or `computed`."""

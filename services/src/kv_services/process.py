@@ -33,6 +33,7 @@ from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import Registry
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.event_log import EventLog
 from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.discovery import EtcdDiscovery
@@ -41,7 +42,7 @@ from kv_services.metrics import Metrics
 from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import Offload, ReplicaService, ReplicaStamper, wait_out
 from kv_services.side_http import SideHttp
-from kv_services.status_report import SlotCounts, StatusReport, TierCounts, encode_status
+from kv_services.status_report import MoveCounts, SlotCounts, StatusReport, TierCounts, encode_status
 
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -79,8 +80,13 @@ class Base:
     tiers: Callable[[], dict[str, TierCounts]] = dict
     alerts: Callable[[], list[str]] = list
     discovery: EtcdDiscovery | None = None
+    moving: Callable[[], MoveCounts | None] = lambda: None
+    events: EventLog = field(init=False)
     ready: bool = False
     draining: bool = field(default=False)
+
+    def __post_init__(self) -> None:
+        self.events = EventLog(self.clock)
 
     def serves(self, model_id: str, weights_revision: str) -> None:
         """Say which model this process works with: peers must have the same weights and block size of it."""
@@ -101,7 +107,7 @@ class Base:
         reason = self.unready()
         return StatusReport(
             node=self.node.id,
-            role=self.node.role.value,
+            role=self.cluster.role.value,
             state="draining" if self.draining else "starting" if reason else "degraded" if alerts else "ready",
             incarnation=self.incarnation,
             uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
@@ -116,6 +122,8 @@ class Base:
             alerts=[*alerts, *map(str, self.cluster.refused.values())],
             open=self.open_things(),
             tiers=self.tiers(),
+            moving=self.moving(),
+            events=self.events.recent(),
         )
 
     def processes(self) -> list[NodeConfig]:

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from kv_services.event_log import OperatorEvent
+
 
 class SlotCounts(msgspec.Struct, frozen=True):
     """Slots of a node's arena by state; `free + cached + pinned + quarantined == total`."""
@@ -44,6 +46,37 @@ class TierCounts(msgspec.Struct, frozen=True):
     choice: str = ""
 
 
+class MoveCounts(msgspec.Struct, frozen=True):
+    """How far a node is with giving its blocks away; `elsewhere + moved + left + open` is `total`.
+
+    Attributes:
+        kind: what they are given away for.
+        state: `running`, `done`, or `failed` with the cause in `problem`.
+        total: blocks in memory when it began.
+        elsewhere: that others hold too.
+        moved: that another node took.
+        left: that stay, since nobody has room or they were gone when their turn came.
+        open: not looked at yet.
+        nbytes: read by others so far.
+        on_media: blocks in slower tiers, which stay there and are announced again after a restart.
+        left_names: sequence hashes of the first of those left, hexadecimal.
+        safe_to_stop: nobody depends on this node any more: nothing runs, waits, is read or still to be moved.
+    """
+
+    kind: Literal["drain", "rebalance"]
+    state: Literal["running", "done", "failed"]
+    total: int = 0
+    elsewhere: int = 0
+    moved: int = 0
+    left: int = 0
+    open: int = 0
+    nbytes: int = 0
+    on_media: int = 0
+    left_names: list[str] = []
+    problem: str = ""
+    safe_to_stop: bool = False
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     """One process, as it sees itself and the others.
 
@@ -55,6 +88,8 @@ class StatusReport(msgspec.Struct, frozen=True):
         uptime_s: seconds since it started.
         slots: of its arena; none for a role that holds no KV.
         tiers: its slower tiers by name.
+        events: what happened lately and why, oldest first.
+        moving: how far it is with giving its blocks away; none when nobody asked for that.
         running: requests being worked on.
         waiting: requests that wait for slots or a turn.
         transports: the transport in use to each peer that KV moved to or from, by the peer's id.
@@ -76,6 +111,8 @@ class StatusReport(msgspec.Struct, frozen=True):
     alerts: list[str] = []
     open: dict[str, int] = {}
     tiers: dict[str, TierCounts] = {}
+    moving: MoveCounts | None = None
+    events: list[OperatorEvent] = []
 
 
 def encode_status(report: StatusReport) -> bytes:

@@ -11,13 +11,14 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from kv_core.clock import Clock, SystemClock
+from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_transport import limits
 from kv_transport.arena import Arena
@@ -43,6 +44,7 @@ from kv_transport.ledger import Ledger
 from kv_transport.listing import inventory_of, peer_stats
 from kv_transport.peers import Peer
 from kv_transport.poster import LoopPoster
+from kv_transport.recovery import RecoveryAction, TransferTask
 from kv_transport.regions import Inventory, MemoryRegion, Notif, RegionTable, SharedBuffer, XferDesc, check_piece
 from kv_transport.stats import AgentStats, Totals
 from kv_transport.tickets import WIRE_VERSION, AgentMetadata, BackendAddress, ReadGrant, RegionInfo, WriteGrant
@@ -82,6 +84,8 @@ class TransferAgent:
         self._nonce = 0
         self._started = self._closed = False
         self._totals = Totals()
+        self.on_recovery: Callable[[TransferTask, RecoveryAction, KVError], None] = lambda task, action, error: None
+        """Told of what was done about a fault inside a transfer that goes on: a retry, or tcp from now on."""
 
     # Life.
 
@@ -106,6 +110,7 @@ class TransferAgent:
             on_note=self._deliver,
             spawn=self._spawn,
             codec_rates=CodecRates(self.clock),
+            on_recovery=lambda task, action, error: self.on_recovery(task, action, error),
         )
         self._backends = make_backends(self._around, self._host_id, self._network)
         try:

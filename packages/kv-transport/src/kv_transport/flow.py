@@ -199,6 +199,10 @@ class Flow:
         unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio = Codec.NONE, unit.nbytes, None
         self.step(ts.Flown(unit_id))
 
+    def checksum_failures(self, unit_id: int) -> int:
+        """How often the bytes of a unit failed their checksum so far."""
+        return self._machine.checksum_failures(unit_id)
+
     def settled(self, unit_id: int, scheme: str, error: KVError | None, *, link_lost: bool) -> None:
         """A unit ended; nothing touches its memory any more."""
         unit = self._units[unit_id]

@@ -18,6 +18,7 @@ from kv_transport.backends.base import Backend, Link, Surroundings
 from kv_transport.codec_choice import CodecPolicy, LinkMeter
 from kv_transport.codecs import Codec
 from kv_transport.errors import (
+    ChecksumMismatch,
     ConnectionLost,
     GrantBusy,
     GrantRefused,
@@ -26,7 +27,7 @@ from kv_transport.errors import (
     TransferTimeout,
 )
 from kv_transport.flow import Flow
-from kv_transport.recovery import FallbackToTcp, TransferTask, diagnose_transfer_failure
+from kv_transport.recovery import FallbackToTcp, RetryWithBackoff, TransferTask, diagnose_transfer_failure
 from kv_transport.scheduler import Scheduler
 from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
 from kv_transport.types import PeerName, TransferPriority, XferOp
@@ -183,6 +184,8 @@ class Peer:
         self._meter(link).settled(sent, now_ns, encoded=unit.codec is not Codec.NONE)
         if error is not None:
             self.failed_units += 1
+            if isinstance(error, ChecksumMismatch):
+                self._note_retry(flow, unit_id, link, error)
         flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)
         self._pump()
 
@@ -207,10 +210,19 @@ class Peer:
     def _plan_recovery(self, flow: Flow, link: Link, error: KVError) -> None:
         task = TransferTask(RequestId(flow.name), self._around.me.node, self.name.node, link.scheme)
         match diagnose_transfer_failure(task, error):
-            case FallbackToTcp(lz4):
+            case FallbackToTcp(lz4) as action:
                 flow.policy.fall_back(lz4=lz4)
+                self._around.on_recovery(task, action, error)
             case _:
                 pass  # the flow's own machine retries, or gives up and tells its caller
+
+    def _note_retry(self, flow: Flow, unit_id: int, link: Link, error: KVError) -> None:
+        """Tell of the retry that the flow's machine is about to decide on, by the same table."""
+        failures = flow.checksum_failures(unit_id)
+        task = TransferTask(RequestId(flow.name), self._around.me.node, self.name.node, link.scheme, failures)
+        action = diagnose_transfer_failure(task, error)
+        if isinstance(action, RetryWithBackoff) and not flow.over:
+            self._around.on_recovery(task, action, error)
 
     def grant_fenced(self, ticket: int) -> None:
         for flow in self.flows:

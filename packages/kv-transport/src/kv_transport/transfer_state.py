@@ -242,6 +242,10 @@ class Transfer:
         self._units.update(dict.fromkeys(units, _Unit.QUEUED))
         return [Enqueue(units)]
 
+    def checksum_failures(self, unit: int) -> int:
+        """How often the bytes of a unit failed their checksum so far."""
+        return self._attempts.get(unit, 0)
+
     def _retry_or_fail(self, unit: int, bounce: Bounce, error: KVError) -> list[Effect]:
         match bounce:
             case Bounce.FATAL:

@@ -24,6 +24,7 @@ from kv_core.wire import Message
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, Role
 from kv_services.errors import NodeError, PeerDiedError, RequestExpiredError, UnknownRequestError
+from kv_services.event_log import EventLog
 from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Timings, Token, Usage
 from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError, OverloadedError
 from kv_services.gateway.placing import NodeChoice, Placer
@@ -109,6 +110,7 @@ class GatewayContext:
     metrics: Metrics
     model_id: str
     weights_revision: str
+    events: EventLog | None = None
 
     def namespace(self, request: GenerationRequest) -> Namespace:
         """Whose KV this request may share."""
@@ -200,11 +202,20 @@ class RequestActor(Actor[Event, Effect]):
                     "request tried again request=%s attempt=%d cause=%s", self._request.request_id, attempt, cause
                 )
                 self._figures.retries.append(str(cause))
+                self._note_attempt(cause)
                 self._ctx.metrics.request_retries.inc()
                 self._unassign()
             case Leave():
                 self._ctx.metrics.requests.labels("disconnected").inc()
                 self._end()
+
+    def _note_attempt(self, cause: KVError) -> None:
+        choice = self._figures.choice
+        nodes = [choice.prefill.node] if choice and choice.prefill else []
+        link = ">".join([*nodes, choice.decode.node] if choice else [self._ctx.bus.node_id])
+        if self._ctx.events is not None:
+            self._ctx.events.note("another_attempt", link, str(cause), request=self._request.request_id)
+        self._ctx.metrics.recoveries.labels("another_attempt").inc()
 
     async def close(self) -> None:
         self._cancel_timers()

@@ -70,6 +70,7 @@ def build(base: Base) -> list[ChildSpec]:
             metrics=base.metrics,
             model_id=config.model.id,
             weights_revision=info.weights_revision,
+            events=base.events,
         )
     )
     base.load = lambda: Load(running=completer.num_open)

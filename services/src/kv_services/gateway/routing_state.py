@@ -8,14 +8,22 @@ G2: an event of another epoch changes nothing (a former owner is fenced).
 G3: the client sees the token at index i once, and only after those at 0 .. i-1.
 G4: exactly one of `Succeed`, `Fail` and `Leave` is emitted, and no effect after it.
 G5: whatever was reserved at a node is ended there, or the node is known to be dead.
+G6: being handed over by a node that leaves is no failed attempt, once for each node.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_core.errors import KVError, LocalProtocolError, RemoteProtocolError
-from kv_core.ids import NodeId
+from kv_core.ids import NodeId, RequestId
+from kv_services.errors import NodeDrainingError
 from kv_services.messages import OutputToken
+from kv_transport.recovery import (
+    CHECKSUM_RETRIES_MAX,
+    RetryOnAlternateNode,
+    TransferTask,
+    diagnose_transfer_failure,
+)
 
 
 class RouteState(Enum):
@@ -242,6 +250,7 @@ class RequestRoute:
     prefill_running: bool = False
     _reason: str = ""
     _excluded: dict[NodeId, None] = field(default_factory=dict)
+    _handed_over: set[NodeId] = field(default_factory=set)
     _last_error: KVError | None = None
 
     def step(self, event: Event) -> list[Effect]:
@@ -302,7 +311,7 @@ class RequestRoute:
                     return []
                 if not may_retry:
                     return [*self._end_everywhere("prefill failed"), *self._finish(Fail(error))]
-                return self._retry_after_ending(error, self.prefill)
+                return self._retry_after_ending(error, self._culprit(error))
             case TokensArrived():
                 return self._tokens(event)
             case DecodeFailed(_, error, may_retry):
@@ -343,6 +352,19 @@ class RequestRoute:
             return self._retry_after_ending(error, node_id)
         return []
 
+    def _culprit(self, error: KVError) -> NodeId | None:
+        """Whom the next attempt leaves out after a hand-over failed: whom the table of recoveries names, else the
+        prefill node, and another one computes the whole prompt again."""
+        if self.prefill is None or self.decode is None:
+            return self.prefill
+        # The transfer has done by itself what it could: tcp and three retries are behind it.
+        task = TransferTask(RequestId(""), self.prefill, self.decode, "tcp", CHECKSUM_RETRIES_MAX)
+        match diagnose_transfer_failure(task, error):
+            case RetryOnAlternateNode(exclude):
+                return exclude[0]
+            case _:
+                return self.prefill
+
     def _place(self) -> list[Effect]:
         self.state = RouteState.PLACING
         self.attempt += 1
@@ -363,6 +385,11 @@ class RequestRoute:
             self._excluded[culprit] = None
         self.decode = self.prefill = None
         self.prefill_running = False
+        if isinstance(error, NodeDrainingError) and culprit is not None and culprit not in self._handed_over:
+            # Nothing failed: the node is leaving, and hands the request over. Once for each node, so this ends.
+            self._handed_over.add(culprit)
+            self.attempt -= 1
+            return [NoteRetry(self.attempt + 1, error), *self._place()]
         if self.attempt >= self.max_attempts:
             return self._finish(Fail(error))
         self.state = RouteState.WAITING

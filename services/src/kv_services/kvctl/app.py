@@ -106,6 +106,63 @@ def status(
     return command.run(file, json, watch)
 
 
+Rate = Annotated[str, typer.Option(metavar="SIZE", help='Most bytes a second that a node gives away, as "64 MiB".')]
+
+
+@app.command()
+@_guarded
+def drain(
+    file: ConfigFile,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node that shall leave.", show_default=False)],
+    rate: Rate = "64 MiB",
+    resume: Annotated[bool, typer.Option("--resume", help="Have a draining node stay and take work again.")] = False,
+    json: Json = False,
+) -> int:
+    """Have a node hand over its requests and its blocks, and wait until it is safe to stop. Needs an operator's key.
+
+    Blocks that nobody else holds go to nodes with free slots; what finds no room is listed and counted.
+    """
+    from kv_services.kvctl import operate
+
+    return operate.drain(file, node, rate, json, resume)
+
+
+@app.command()
+@_guarded
+def rebalance(
+    file: ConfigFile,
+    watch: Annotated[bool, typer.Option("--watch", help="Show how far it is, until all are done.")] = False,
+    rate: Rate = "64 MiB",
+    json: Json = False,
+) -> int:
+    """Have the nodes of each role share their blocks by capacity, with the fewest moved. Needs an operator's key."""
+    from kv_services.kvctl import operate
+
+    return operate.rebalance(file, rate, watch, json)
+
+
+@app.command()
+@_guarded
+def events(file: ConfigFile, json: Json = False) -> int:
+    """What the processes of a cluster noted lately: recoveries, links given up and healed, each with its cause."""
+    from kv_services.kvctl import events as command
+
+    return command.run(file, json)
+
+
+@app.command()
+@_guarded
+def role(
+    file: ConfigFile,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.", show_default=False)],
+) -> int:
+    """Have a node work as a prefill or a decode node from now on, without a restart. Needs an operator's key."""
+    from kv_services.kvctl import operate
+
+    return operate.role(file, node, new)
+
+
 @app.command()
 @_guarded
 def demo(

@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -57,6 +58,7 @@ class LocalCluster:
         start_timeout_s: seconds a process may take to become ready.
         stop_grace_s: seconds a process may take to stop before it is killed.
         hurry: when set, stopping no longer waits for anybody.
+        start: the nodes to start on entry; all when None. `restart` starts others later.
 
     After exit `leftovers` lists what was found to be still there.
     """
@@ -71,8 +73,10 @@ class LocalCluster:
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         hurry: asyncio.Event | None = None,
+        start: Sequence[str] | None = None,
     ) -> None:
         check_config(config, file="<local cluster>")
+        self._start = None if start is None else [config.node(node_id).id for node_id in start]
         self.config = config
         self.leftovers: list[str] = []
         self._keep = keep
@@ -136,7 +140,8 @@ class LocalCluster:
         Raises:
             ProcessExitedError, ProcessNotReadyError: it did not come up.
         """
-        await self.stop(node_id)
+        with contextlib.suppress(NotRunningError):
+            await self.stop(node_id)
         await self._processes.start([node_id])
 
     async def wait_ready(self, node_id: str) -> None:
@@ -150,7 +155,8 @@ class LocalCluster:
     async def __aenter__(self) -> Self:
         try:
             self._prepare()
-            await self._processes.start(node.id for node in self.config.nodes)
+            everybody = [node.id for node in self.config.nodes]
+            await self._processes.start(everybody if self._start is None else self._start)
         except BaseException:
             await finish(self._close(), self._hurry)
             raise

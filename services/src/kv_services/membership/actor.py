@@ -37,6 +37,7 @@ from kv_services.errors import LifeOverError
 from kv_services.membership.state import (
     Effect,
     HeartbeatSeen,
+    LeaveSeen,
     LinkLost,
     Liveness,
     MemberDied,
@@ -50,6 +51,9 @@ from kv_services.messages import Heartbeat, LifeIsOver, Load
 
 _log = logging.getLogger(__name__)
 _MS: Final = 1_000_000
+LEFT_STATE: Final = "left"
+_KV_ROLES: Final = frozenset((Role.PREFILL.value, Role.DECODE.value))
+"""Roles between which a node may change while it runs."""
 M = TypeVar("M", bound=Message)
 
 
@@ -118,6 +122,18 @@ class ClusterView:
         ]
         return sorted(serving, key=lambda node_id: self.view.members[node_id].liveness is Liveness.SUSPECT)
 
+    def readable(self, *roles: Role) -> list[NodeId]:
+        """Members of those roles that were heard of just now, also those that are leaving: they still give what they
+        have."""
+        members = self.view.members
+        return [
+            node_id
+            for node_id in self.view.alive()
+            if self.roles.get(node_id) in roles
+            and node_id not in self.refused
+            and members[node_id].liveness is Liveness.ALIVE
+        ]
+
     def certain(self, *roles: Role) -> list[NodeId]:
         """Members of those roles that were heard of just now: for work that would wait for a silent one."""
         return [node_id for node_id in self.alive(*roles) if self.view.members[node_id].liveness is Liveness.ALIVE]
@@ -155,9 +171,10 @@ class ClusterView:
                 continue
 
     async def close(self) -> None:
-        """Stop at once. Idempotent."""
-        if self._closed is not None:
+        """Tell the others that this life is over, and stop at once. Idempotent."""
+        if self._closed is not None and not self._closed.is_set():
             self._closed.set()
+            self.say(LEFT_STATE)
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -188,6 +205,32 @@ class ClusterView:
                 node_id, self._on_event, self._on_gap, on_restart=self._on_restart
             )
 
+    def say(self, state: str) -> None:
+        """Be in that state from now on, and let everybody know at once."""
+        self.state = state
+        try:
+            self._bus.publish(
+                Heartbeat(self._bus.node_id, self._role.value, self.state, self._load(), self.compatibility)
+            )
+        except KVError as error:
+            # The bus may be down already; silence says the same, later.
+            _log.debug("not said state=%s cause=%s", state, error)
+
+    @property
+    def role(self) -> Role:
+        """What this process does now."""
+        return self._role
+
+    def take_role(self, role: Role) -> None:
+        """Be of another role from now on; said with the next `say`."""
+        self._role = role
+
+    def _follow_role(self, node_id: NodeId, role: str) -> None:
+        known = self.roles.get(node_id)
+        if known is not None and known.value != role and role in _KV_ROLES and known.value in _KV_ROLES:
+            _log.info("member changed its role node=%s role=%s", node_id, role)
+            self.roles[node_id] = Role(role)
+
     def _beat(self) -> None:
         self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load(), self.compatibility))
         self._tell(self.view.step(TimePassed(self._clock.monotonic_ns())))
@@ -202,8 +245,11 @@ class ClusterView:
             return
         message = event.message
         if isinstance(message, Heartbeat):
-            if self.view.is_current(event.origin, event.incarnation):
+            if message.state == LEFT_STATE:
+                self._tell(self.view.step(LeaveSeen(event.origin, event.incarnation)))
+            elif self.view.is_current(event.origin, event.incarnation):
                 self._loads[event.origin] = message
+                self._follow_role(event.origin, message.role)
                 self._compare(event.origin, event.incarnation, message.compatibility)
             return
         listener = self._published.get(type(message))

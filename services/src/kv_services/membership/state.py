@@ -3,7 +3,8 @@
 Knows no socket and no clock: time arrives in events. The list of members is given (from the cluster file or a
 discovery service); this machine only judges their lives.
 
-M1: a member is DEAD only after `dead_after_ns` without a sign of life, or when a higher incarnation of it is seen.
+M1: a member is DEAD only after `dead_after_ns` without a sign of life, when a higher incarnation of it is seen, or when
+    it said itself that this life is over.
 M2: death is sticky: a dead incarnation never comes back, whatever arrives late; only a higher one does.
 M3: silence before the first sign of life is not death: such a member is UNSEEN.
 M4: being idle is not being silent: any heartbeat counts, whatever load it reports.
@@ -17,6 +18,7 @@ from kv_core.errors import LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
 
 _NEVER = Incarnation(0)
+LEFT: Final = "it left"
 GONE_MAX: Final = 4096
 """Members that went of which the last life is remembered; the longest gone are forgotten first."""
 
@@ -54,7 +56,15 @@ class TimePassed:
     now_ns: int
 
 
-Event = HeartbeatSeen | LinkLost | TimePassed
+@dataclass(frozen=True, slots=True)
+class LeaveSeen:
+    """A member said that this life of it is over."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+Event = HeartbeatSeen | LinkLost | TimePassed | LeaveSeen
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +177,11 @@ class MembershipView:
                 return self._link_lost(now_ns, node_id)
             case TimePassed(now_ns):
                 return self._judge(now_ns)
+            case LeaveSeen(node_id, incarnation):
+                if not self.is_current(node_id, incarnation):
+                    return []
+                self.members[node_id].liveness = Liveness.DEAD
+                return [MemberDied(node_id, incarnation, LEFT)]
 
     def check(self) -> None:
         """Assert what must hold of every member."""

@@ -7,6 +7,7 @@ it here.
 H1: an alert begins when its threshold is crossed and ends when it is no longer; in between it is told once.
 H2: too few events prove nothing: a rate is judged from `MIN_EVENTS` on.
 H3: a node that is gone has no alerts of its own but that it is gone.
+H4: a link is judged by its latest `MIN_EVENTS` transfers or more, not by its whole past, so that an episode ends.
 """
 
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class HealthSample:
     lag_origin: str = ""
     asked_tokens: int = 0
     hit_ratio: float | None = None
+    links: tuple[tuple[str, int, int], ...] = ()
+    """(peer, transfers, failures among them) of each link, since the process started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,15 @@ HealthEffect = AlertRaised | AlertCleared
 
 
 @dataclass(slots=True)
+class _Window:
+    """Where one link's counts stood when it was last judged, and how it was."""
+
+    transfers: int = 0
+    failures: int = 0
+    verdict: str = ""
+
+
+@dataclass(slots=True)
 class KvCacheHealthMonitor:
     """The health of a cluster against its thresholds.
 
@@ -67,6 +79,7 @@ class KvCacheHealthMonitor:
 
     thresholds: HealthSection = field(default_factory=HealthSection)
     _up: dict[tuple[NodeId, str], str] = field(default_factory=dict)
+    _windows: dict[tuple[NodeId, str], "_Window"] = field(default_factory=dict)
 
     def step(self, sample: HealthSample) -> list[HealthEffect]:
         """Judge one process' report."""
@@ -91,6 +104,23 @@ class KvCacheHealthMonitor:
         """What to do about a failed transfer; the same table that the nodes act by."""
         return _diagnose(task, error)
 
+    def _link_verdict(self, node: NodeId, peer: str, transfers: int, failures: int) -> str:
+        """What is wrong with a link by its latest transfers; empty when nothing is."""
+        window = self._windows.setdefault((node, peer), _Window())
+        if transfers < window.transfers or failures < window.failures:
+            # The process began a new life and counts anew.
+            window.transfers = window.failures = 0
+        new, bad = transfers - window.transfers, failures - window.failures
+        if new >= MIN_EVENTS:
+            window.transfers, window.failures = transfers, failures
+            rate, allowed = bad / new, self.thresholds.kv_transfer_failure_rate
+            window.verdict = (
+                f"{node} and {peer}: {rate:.1%} of their last {new} transfers failed, the threshold is {allowed:.1%}"
+                if rate > allowed
+                else ""
+            )
+        return window.verdict
+
     def _crossed(self, sample: HealthSample) -> dict[str, str]:
         node, limits = sample.node_id, self.thresholds
         if not sample.reachable:
@@ -103,6 +133,10 @@ class KvCacheHealthMonitor:
                 crossed["kv_transfer_failure_rate"] = (
                     f"{node}: {rate:.1%} of its transfers failed, the threshold is {allowed:.1%}"
                 )
+        for peer, transfers, failures in sample.links:
+            verdict = self._link_verdict(node, peer, transfers, failures)
+            if verdict:
+                crossed[f"kv_transfer_failure_rate of {peer}"] = verdict
         if sample.transfer_p99_ms is not None and sample.transfers >= MIN_EVENTS:
             goal = limits.kv_transfer_latency_p99_ms
             if sample.transfer_p99_ms > goal:

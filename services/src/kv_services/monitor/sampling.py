@@ -14,6 +14,7 @@ def sample_of(node_id: NodeId, exposition: str) -> HealthSample:
     """
     totals: dict[str, float] = {}
     lag, origin, failures, transfers, asked = 0.0, "", 0.0, 0.0, 0.0
+    links: dict[str, tuple[int, int]] = {}
     for family in text_string_to_metric_families(exposition):
         for one in family.samples:
             if one.name == "kv_replication_lag_versions" and one.value > lag:
@@ -22,6 +23,10 @@ def sample_of(node_id: NodeId, exposition: str) -> HealthSample:
                 failures += one.value
             elif one.name == "kv_transfer_seconds_count":
                 transfers += one.value
+            elif one.name == "kv_link_transfers_total":
+                count, bad = links.get(one.labels["peer"], (0, 0))
+                failed = one.labels["outcome"] == "failed"
+                links[one.labels["peer"]] = (count + int(one.value), bad + int(one.value) * failed)
             elif one.name == "kv_prefix_tokens_total":
                 asked += one.value
             elif not one.labels:
@@ -37,4 +42,5 @@ def sample_of(node_id: NodeId, exposition: str) -> HealthSample:
         lag_origin=origin,
         asked_tokens=int(asked),
         hit_ratio=totals.get("kv_cache_hit_ratio") if asked else None,
+        links=tuple((peer, *counts) for peer, counts in sorted(links.items())),
     )

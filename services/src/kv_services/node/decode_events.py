@@ -103,6 +103,18 @@ class PeerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainBegan:
+    """Nothing new is taken; with `hand_over` every request goes on elsewhere, else all that are here are finished."""
+
+    hand_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """New work is taken again."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Deadlines are judged."""
 
@@ -119,6 +131,8 @@ DecodeEvent = (
     | StepFinished
     | EndAsked
     | PeerDied
+    | DrainBegan
+    | DrainEnded
     | TimePassed
 )
 

@@ -21,6 +21,7 @@ from kv_prefix.errors import NoSpaceError
 from kv_services.engine.interface import Parked
 from kv_services.errors import (
     EpochFencedError,
+    NodeDrainingError,
     NodeOverloadedError,
     RequestExpiredError,
     RequestTooLargeError,
@@ -31,6 +32,8 @@ from kv_services.node.decode_events import (
     Computed,
     DecodeEffect,
     DecodeEvent,
+    DrainBegan,
+    DrainEnded,
     EndAsked,
     GiveUp,
     HandoverFailed,
@@ -146,6 +149,14 @@ class DecodeMachine:
             case PeerDied(node_id):
                 ended = [seq for seq in self._sequences.values() if seq.gateway == node_id]
                 return [effect for seq in ended for effect in self._close(seq)]
+            case DrainBegan(hand_over):
+                self.draining = True
+                leaving = list(self._sequences.values()) if hand_over else []
+                error = NodeDrainingError(node=self._node_id)
+                return [effect for seq in leaving for effect in self._give_up(seq, error, may_retry=True)]
+            case DrainEnded():
+                self.draining = False
+                return []
             case TimePassed(now_ns):
                 late = [seq for seq in self._sequences.values() if now_ns >= seq.deadline_ns]
                 return [effect for seq in late for effect in self._give_up(seq, self._expired(seq), may_retry=False)]
@@ -186,7 +197,9 @@ class DecodeMachine:
             return RequestTooLargeError(
                 request_id=event.request_id, need=need, node=self._node_id, total=self._num_slots
             )
-        if self.draining or len(self._waiting) >= self._max_waiting:
+        if self.draining:
+            return NodeDrainingError(node=self._node_id)
+        if len(self._waiting) >= self._max_waiting:
             return NodeOverloadedError(node=self._node_id, waiting=len(self._waiting), limit=self._max_waiting)
         return None
 

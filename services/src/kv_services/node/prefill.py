@@ -16,6 +16,7 @@ from kv_core.block import BlockRef
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import token_digest
 from kv_core.ids import NodeId, RequestId
+from kv_prefix.errors import PrefixError
 from kv_services.engine.interface import Model
 from kv_services.messages import (
     HandoverAccepted,
@@ -244,8 +245,10 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         metrics = self._ctx.metrics
         if isinstance(result, HandoverStats):
             metrics.transfer_done(now_ns, result.transport, result.nbytes, result.duration_ns, result.retries)
+            self._ctx.recovery.ended(effect.decode_node, key[0], None, reading=False)
         elif sending.aborted is None:
             metrics.transfer_failed(type(result).__name__)
+            self._ctx.recovery.ended(effect.decode_node, key[0], result, reading=False)
             stop = self._stops.get(key)
             if stop is not None:
                 # Computing on would be for nobody.
@@ -296,6 +299,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         ctx, key, plan = self._ctx, (effect.request_id, effect.epoch), effect.plan
         job = self.machine.job(*key)
         assert job is not None, effect
+        ctx.recovery.tried(plan.holder)
         try:
             # Computing is always an answer, so a silent holder holds the next prompts up for no longer than this.
             asked_until_ns = min(job.deadline_ns, ctx.clock.monotonic_ns() + ASK_HOLDER_NS)
@@ -318,7 +322,10 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         except KVError as error:
             _log.warning("prefix not fetched request=%s holder=%s cause=%s", key[0], plan.holder, error)
             ctx.metrics.transfer_failed(type(error).__name__)
+            if not isinstance(error, PrefixError):
+                ctx.recovery.ended(plan.holder, key[0], error, reading=True)
             return Pulled(*key, error=error)
+        ctx.recovery.ended(plan.holder, key[0], None, reading=True)
         return Pulled(*key, nbytes=nbytes)
 
     async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef]) -> int:

@@ -83,6 +83,16 @@ class PrefillPeerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillDrainBegan:
+    """Nothing new is taken, and what waits for its turn goes elsewhere; what is being worked on is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDrainEnded:
+    """New work is taken again."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillTimePassed:
     """Deadlines are judged."""
 
@@ -90,7 +100,15 @@ class PrefillTimePassed:
 
 
 PrefillEvent = (
-    PrefillAsked | Pulled | PrefillComputed | HandoverEnded | PrefillEndAsked | PrefillPeerDied | PrefillTimePassed
+    PrefillAsked
+    | Pulled
+    | PrefillComputed
+    | HandoverEnded
+    | PrefillEndAsked
+    | PrefillPeerDied
+    | PrefillDrainBegan
+    | PrefillDrainEnded
+    | PrefillTimePassed
 )
 
 

@@ -27,6 +27,7 @@ from kv_prefix.pins import Receipt
 from kv_prefix.pool_types import CopyBlock
 from kv_services.errors import (
     EpochFencedError,
+    NodeDrainingError,
     NodeOverloadedError,
     PeerDiedError,
     RequestEndedError,
@@ -43,6 +44,8 @@ from kv_services.node.prefill_events import (
     OpenHandover,
     PrefillAsked,
     PrefillComputed,
+    PrefillDrainBegan,
+    PrefillDrainEnded,
     PrefillEffect,
     PrefillEndAsked,
     PrefillEvent,
@@ -203,6 +206,13 @@ class PrefillMachine:
                     for job in hit
                     for effect in self._fail(job, PeerDiedError(request_id=job.request_id, peer=node_id, cause=cause))
                 ]
+            case PrefillDrainBegan():
+                self.draining = True
+                error = NodeDrainingError(node=self._node_id)
+                return [effect for job in list(self._waiting) for effect in self._fail(job, error)]
+            case PrefillDrainEnded():
+                self.draining = False
+                return []
             case PrefillTimePassed(now_ns):
                 late = [job for job in self._jobs.values() if now_ns >= job.deadline_ns]
                 return [effect for job in late for effect in self._fail(job, self._expired(job))]
@@ -243,7 +253,9 @@ class PrefillMachine:
             )
         if not 0 <= event.first_block < need:
             return LocalProtocolError(detail=f"{event.request_id}: no block {event.first_block} among {need}")
-        if self.draining or len(self._waiting) >= self._max_waiting:
+        if self.draining:
+            return NodeDrainingError(node=self._node_id)
+        if len(self._waiting) >= self._max_waiting:
             return NodeOverloadedError(node=self._node_id, waiting=len(self._waiting), limit=self._max_waiting)
         return None
 

@@ -35,11 +35,13 @@ from kv_services.node.decode import DecodeActor
 from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
 from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.introductions import Introducer
+from kv_services.node.operations import Operations
 from kv_services.node.prefill import PrefillActor
 from kv_services.node.prefill_events import PrefillEndAsked, PrefillPeerDied, PrefillTimePassed, PullPlan
 from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.prefix_desk import PastRequests, PrefixDesk
 from kv_services.node.pull_cost import PullCost, plan_pull
+from kv_services.node.recoverer import Recoverer
 from kv_services.node.sharing import Sharing
 from kv_services.node.store import LeaseDesk
 from kv_services.node.tier_setup import open_tiers
@@ -116,6 +118,7 @@ class NodeWork:
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.leases = LeaseDesk(ctx)
+        self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
         self.prefixes = PrefixDesk(ctx, model.info.weights_revision)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx).adopt)
@@ -123,13 +126,13 @@ class NodeWork:
 
     async def start(self) -> None:
         self._closed = asyncio.Event()
-        role = self._base.node.role
-        if role is Role.DECODE:
+        if self._base.node.role in (Role.PREFILL, Role.DECODE):
+            # Both, since the node may change its role, and what a gateway sends by an older view is done all the same.
             self.decode.listen()
-        if role is Role.PREFILL:
             self.prefill.listen()
         self.leases.listen()
         self.clients.listen()
+        self.operations.adopter.listen()
         self._introducer.listen()
         self.ctx.bus.handle(EndRequest, self._on_end)
         self._base.cluster.on_change(self._on_member)
@@ -154,6 +157,7 @@ class NodeWork:
     async def close(self) -> None:
         if self._closed is not None:
             self._closed.set()
+        await self.operations.close()
         await self.decode.close()
         await self.prefill.close()
         await self.clients.close()
@@ -193,7 +197,11 @@ class NodeWork:
 
     def open_things(self) -> dict[str, int]:
         """What is owned and not given back yet, by kind."""
-        things: dict[str, int] = {"prefix leases": len(self.leases), "token streams": len(self.decode.outbox)}
+        things: dict[str, int] = {
+            "prefix leases": len(self.leases),
+            "token streams": len(self.decode.outbox),
+            "adoptions": len(self.operations.adopter),
+        }
         things |= self.clients.open_things()
         for hold in self.ctx.pool.holds():
             kind = f"pool {hold.receipt.kind.value}"
@@ -203,7 +211,8 @@ class NodeWork:
         return {kind: count for kind, count in things.items() if count}
 
     def _plan_pull(self, hashes: Sequence[BlockHash], have_blocks: int) -> PullPlan | None:
-        usable = self._base.cluster.certain(Role.PREFILL, Role.DECODE, Role.STORE)
+        readable = self._base.cluster.readable(Role.PREFILL, Role.DECODE, Role.STORE)
+        usable = [node_id for node_id in readable if self.ctx.recovery.allows(node_id)]
         holders = self.ctx.index.lookup(hashes)
         return plan_pull(holders, usable, hashes, have_blocks, self.cost)
 
@@ -282,7 +291,7 @@ def build(base: Base) -> list[ChildSpec]:
     return [
         keep("memory", Memory(arena, agent, work.ctx.transfers, sockets)),
         keep("work", work),
-        keep("http", base.side_http(actions=work.prefixes.actions())),
+        keep("http", base.side_http(actions=work.operations.actions() | work.prefixes.actions())),
     ]
 
 
@@ -292,6 +301,7 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     introducer = Introducer(base.bus, agent, base.cluster, base.clock)
     pool = BlockPool(arena.num_slots, arena.geometry.block_size, region=region)
     cost = PullCost(arena.geometry.block_nbytes, arena.geometry.block_size)
+    recovery = Recoverer(base.node.node_id, base.clock, base.events, base.metrics)
     ctx = NodeContext(
         config=base.config,
         node=base.node,
@@ -309,8 +319,10 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
         cost=cost,
         past=PastRequests(),
         tiers=Tiers(pool, base.replica, base.clock, arena.num_slots, cost),
+        recovery=recovery,
     )
+    agent.on_recovery = recovery.inside
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
-    base.tiers = ctx.tiers.counts
+    base.tiers, base.moving = ctx.tiers.counts, work.operations.moving
     return work

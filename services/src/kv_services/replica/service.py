@@ -250,6 +250,11 @@ class ReplicaService:
                 del self._namespaces[next(iter(self._namespaces))]
         return known
 
+    def learn(self, namespace: NamespaceRef) -> None:
+        """Remember what another node knows of a namespace, unless this one knows it itself."""
+        if namespace.scopes:
+            self._namespaces.setdefault(namespace.digest, namespace)
+
     def known(self, digest: bytes, block_size: int) -> NamespaceRef:
         """A namespace by its digest, with what is remembered of it."""
         return self._namespaces.get(digest) or NamespaceRef(digest, block_size)

@@ -41,6 +41,7 @@ from kv_transport.frames import (
 )
 from kv_transport.ledger import Ledger
 from kv_transport.poster import LoopPoster
+from kv_transport.recovery import RecoveryAction, TransferTask
 from kv_transport.tickets import AgentMetadata
 from kv_transport.types import PeerName
 from kv_transport.units import NonceSource, Unit
@@ -66,6 +67,8 @@ class Surroundings:
     """Runs a coroutine as a task of the agent, which ends with it."""
     codec_rates: CodecRates
     """What codecs were measured to do here."""
+    on_recovery: Callable[[TransferTask, RecoveryAction, KVError], None] = lambda task, action, error: None
+    """Told of what was done about a fault inside a transfer that goes on."""
 
 
 class LinkOwner(Protocol):

@@ -1,0 +1,221 @@
+"""A node that leaves: what its machines hand over, what the gateway makes of it, and who gets which blocks."""
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.errors import KVError, error_from_wire
+from kv_core.hashing import hash_tokens, token_bytes
+from kv_core.ids import Incarnation, NodeId, RegionId
+from kv_prefix.block_pool import BlockPool
+from kv_services.errors import MoveRefusedError, NodeDrainingError
+from kv_services.gateway.routing_state import DecodeFailed, Fail, NoteRetry, PauseThenRetry, Place, Placed
+from kv_services.launch import PortReservation
+from kv_services.membership.state import HeartbeatSeen, LeaveSeen, Liveness, MemberDied, MembershipView
+from kv_services.node.decode_events import DrainBegan, DrainEnded, GiveUp, RefuseReserve
+from kv_services.node.move_plan import Forest, choose_target, share_of
+from kv_services.node.prefill_events import PrefillDrainBegan, PrefillDrainEnded, ReplyFailed, StartPrefill
+from kv_services.side_http import SideHttp
+from tests.services import test_decode_state as decode
+from tests.services import test_prefill_state as prefill
+from tests.services import test_routing_state as routing
+
+A, B, C, D = (NodeId(name) for name in "abcd")
+NS = decode.NS
+
+
+def test_a_draining_decode_node_hands_over_what_it_has_and_refuses_what_comes() -> None:
+    m, pool = decode.machine()
+    m.step(decode.ask("r1", local=True))
+    m.step(decode.ask("r2", tokens=tuple(range(100, 109)), local=True))
+    effects = m.step(DrainBegan(hand_over=True))
+    told = [e for e in effects if isinstance(e, GiveUp | RefuseReserve)]
+    assert {e.request_id for e in told} == {"r1", "r2"}
+    assert all(isinstance(e.error, NodeDrainingError) for e in told)
+    (refused,) = decode.of(m.step(decode.ask("r3")), RefuseReserve)
+    assert isinstance(refused.error, NodeDrainingError)
+    m.step(DrainEnded())
+    assert not decode.of(m.step(decode.ask("r4", tokens=(7, 8, 9))), RefuseReserve)
+    m.check()
+    pool.check()
+
+
+def test_a_draining_decode_node_that_is_the_last_one_finishes_what_it_has() -> None:
+    m, _ = decode.machine()
+    m.step(decode.ask("r1", local=True))
+    assert not decode.of(m.step(DrainBegan(hand_over=False)), GiveUp)
+    assert m.num_running == 1
+
+
+def test_a_draining_prefill_node_finishes_its_turn_and_hands_over_who_waits() -> None:
+    m, pool = prefill.machine()
+    m.step(prefill.ask("r1"))
+    m.step(prefill.ask("r2"))
+    (failed,) = prefill.of(m.step(PrefillDrainBegan()), ReplyFailed)
+    assert failed.request_id == "r2" and isinstance(failed.error, NodeDrainingError)
+    assert m.num_running == 1 and m.num_waiting == 0
+    (failed,) = prefill.of(m.step(prefill.ask("r3")), ReplyFailed)
+    assert isinstance(failed.error, NodeDrainingError)
+    m.step(prefill.computed("r1"))
+    m.step(prefill.sent("r1"))
+    m.step(PrefillDrainEnded())
+    assert prefill.of(m.step(prefill.ask("r4", tokens=tuple(range(50, 59)))), StartPrefill)
+    pool.check()
+
+
+def test_being_handed_over_costs_a_request_no_attempt_but_only_once_for_each_node() -> None:
+    r = routing.new()
+    routing.running(r)
+    leaving = NodeDrainingError(node="d")
+    nodes = [NodeId(f"d{i}") for i in range(10)]
+    for i in range(len(nodes)):
+        effects = r.step(DecodeFailed(r.epoch, leaving, may_retry=True))
+        assert not any(isinstance(e, Fail | PauseThenRetry) for e in effects)
+        assert isinstance(effects[-2], NoteRetry) and isinstance(effects[-1], Place)
+        r.step(Placed(nodes[i + 1] if i + 1 < len(nodes) else nodes[0], None))
+    # The first one again: from now on it counts, or this would never end.
+    effects = r.step(DecodeFailed(r.epoch, leaving, may_retry=True))
+    assert isinstance(effects[-1], PauseThenRetry | Fail)
+
+
+def test_a_member_that_says_it_left_is_dead_at_once_and_only_in_that_life() -> None:
+    view = MembershipView(10, 20)
+    view.add(A)
+    view.step(HeartbeatSeen(0, A, Incarnation(2)))
+    assert view.step(LeaveSeen(A, Incarnation(1))) == []
+    (died,) = view.step(LeaveSeen(A, Incarnation(2)))
+    assert isinstance(died, MemberDied)
+    assert view.step(HeartbeatSeen(1, A, Incarnation(2))) == []
+    assert view.members[A].liveness is Liveness.DEAD
+    view.step(HeartbeatSeen(2, A, Incarnation(3)))
+    assert view.members[A].liveness is Liveness.ALIVE
+
+
+def pool_of(*prompts: tuple[int, ...]) -> BlockPool:
+    """A pool that holds the full blocks of these prompts."""
+    pool = BlockPool(256, NS.block_size, region=RegionId(1))
+    for number, prompt in enumerate(prompts):
+        names = hash_tokens(NS, prompt)
+        match = pool.match(NS.digest, names, (*prompt, 0))
+        opened = pool.open(f"r{number}", match, len(names) - len(match.refs), use_partial=False)
+        first = len(match.refs)
+        pool.commit(opened.table, NS.digest, first, names[first:], prompt[first * 4 : len(names) * 4])
+        pool.release(opened.table)
+    return pool
+
+
+prompts = st.lists(st.integers(0, 2), min_size=4, max_size=24).map(tuple)
+
+
+@given(st.lists(prompts, max_size=8))
+def test_chains_cover_every_block_once_and_name_the_tokens_they_were_made_of(texts: list[tuple[int, ...]]) -> None:
+    pool = pool_of(*texts)
+    everything = {name for run in pool.snapshot() for name in run.block_hashes}
+    forest = Forest.of(pool.snapshot())
+    assert forest.num_blocks == len(everything)
+    seen = []
+    for leaf in forest.leaves():
+        chain = forest.chain(leaf)
+        assert chain is not None and chain.names[-1] == leaf
+        assert tuple(hash_tokens(NS, chain.tokens)) == chain.names
+        assert any(token_bytes(text).startswith(chain.tokens) for text in texts)
+        own = list(forest.only_here(leaf))
+        assert own == list(reversed(chain.names))[: len(own)]
+        seen += own
+    assert len(seen) == len(set(seen)) and set(seen) == everything
+
+
+def test_a_chain_goes_to_whoever_lacks_least_of_it_and_never_where_there_is_no_room() -> None:
+    assert choose_target(10, {A: 4, B: 2}, {A: 6, B: 100, C: 100}) == (A, 4)
+    assert choose_target(10, {A: 4}, {A: 5, B: 10, C: 11}) == (C, 0)
+    assert choose_target(10, {A: 4}, {A: 5, B: 9}) is None
+    assert choose_target(10, {A: 10}, {A: 0}) == (A, 10)
+
+
+counts = st.dictionaries(st.sampled_from((A, B, C, D)), st.integers(0, 50), min_size=1)
+
+
+@given(counts, st.dictionaries(st.sampled_from((A, B, C, D)), st.integers(1, 5), min_size=1))
+def test_shares_are_by_capacity_with_the_fewest_blocks_moved(
+    held: dict[NodeId, int], weights: dict[NodeId, int]
+) -> None:
+    given = {source: share_of(source, held, weights) for source in held}
+    after = dict.fromkeys(weights, 0) | dict(held)
+    for source, shares in given.items():
+        for target, number in shares.items():
+            after[source] -= number
+            after[target] += number
+    total, capacity = sum(held.values()), sum(weights.values())
+    assert sum(after.values()) == total
+    for node, number in after.items():
+        ideal = total * weights.get(node, 0) / capacity
+        assert abs(number - ideal) < 1
+    for node in weights:
+        # Nobody both gives and takes: that would be bytes moved for nothing.
+        takes = sum(shares.get(node, 0) for shares in given.values())
+        assert not (takes and given.get(node))
+
+
+KEY = "an operator's key"
+
+
+async def act(body: bytes) -> bytes:
+    if body == b"bad":
+        raise MoveRefusedError(node="a", reason="told to")
+    return b'{"done": true}'
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("keys", "sent", "body", "status"),
+    [
+        ([KEY], KEY, b"", 200),
+        ([KEY], KEY, b"bad", 409),
+        ([KEY], "another key of somebody", b"", 401),
+        ([KEY], "", b"", 401),
+        ([], "", b"", 403),
+        ([], KEY, b"", 403),
+        ([KEY], KEY, b"x" * 2000, 413),
+    ],
+)
+async def test_what_changes_something_needs_an_operators_key(
+    keys: list[str], sent: str, body: bytes, status: int
+) -> None:
+    calls = 0
+
+    async def counted(given: bytes) -> bytes:
+        nonlocal calls
+        calls += 1
+        return await act(given)
+
+    with PortReservation() as ports:
+        port = ports.take()
+        side = SideHttp(
+            "127.0.0.1",
+            port,
+            operator_keys=keys,
+            unready=str,
+            metrics=bytes,
+            status=bytes,
+            actions={"/drain": counted},
+        )
+        await side.start()
+        try:
+            headers = {"Authorization": f"Bearer {sent}"} if sent else {}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                url = f"http://127.0.0.1:{port}/drain"
+                async with http.post(url, data=body) as response:
+                    assert response.status == status
+                async with http.get(url) as response:
+                    assert response.status == 405
+        finally:
+            await side.close()
+    assert calls == (1 if status in (200, 409) else 0)
+
+
+def test_the_errors_of_leaving_cross_the_wire() -> None:
+    for error in (NodeDrainingError(node="a"), MoveRefusedError(node="a", reason="full")):
+        again = error_from_wire(*error.to_wire())
+        assert type(again) is type(error) and str(again) == str(error)
+        assert isinstance(again, KVError)
