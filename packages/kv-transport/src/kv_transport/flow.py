@@ -211,7 +211,8 @@ class Flow:
             self.policy.note_lz4(unit.lz4_ratio)
         unit.rest()
         if error is None:
-            self.failures.pop(scheme, None)
+            if not link_lost:  # the last words of a broken link forgive nothing
+                self.failures.pop(scheme, None)
             self._count(unit_id, scheme)
             self.step(ts.Landed(unit_id))
             if self._when_drained is not None and not self._machine.units_left and not self.over:
