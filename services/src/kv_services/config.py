@@ -134,6 +134,9 @@ class TransportSection(_Section, frozen=True, kw_only=True):
         int, Meta(ge=4096, le=4 << 20, description="most bytes of one unit; a unit never crosses a layer border")
     ] = 1 << 20
     streams: Annotated[int, Meta(ge=1, le=16, description="TCP connections per peer")] = 2
+    tls_folder: Annotated[
+        str, Meta(description="folder with ca.pem and, per node, ID.pem and ID.key: tcp is encrypted; empty: it is not")
+    ] = ""
 
 
 class BusSection(_Section, frozen=True, kw_only=True):
@@ -415,7 +418,10 @@ def parse_config(text: str, *, file: str | Path = "cluster.toml") -> ClusterConf
     if tiers.disk is not None and tiers.disk.path:
         disk = msgspec.structs.replace(tiers.disk, path=str(base / tiers.disk.path))
         tiers = msgspec.structs.replace(tiers, disk=disk)
-    return msgspec.structs.replace(config, cluster=cluster, model=model, tiers=tiers)
+    transport = config.transport
+    if transport.tls_folder:
+        transport = msgspec.structs.replace(transport, tls_folder=str(base / transport.tls_folder))
+    return msgspec.structs.replace(config, cluster=cluster, model=model, transport=transport, tiers=tiers)
 
 
 def check_config(config: ClusterConfig, *, file: str | Path = "cluster.toml") -> None:
@@ -438,6 +444,8 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
         yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
     if bus.dead_after_ms <= bus.suspect_after_ms:
         yield "$.bus.dead_after_ms", f"expected more than suspect_after_ms ({bus.suspect_after_ms})"
+    if transport.tls_folder and transport.allow_ucx:
+        yield "$.transport.allow_ucx", "expected false with tls_folder: ucx moves KV unencrypted"
     if transport.backend == "ucx" and not transport.allow_ucx:
         yield "$.transport.backend", "expected allow_ucx = true with ucx, which has no authentication of its own"
     if 0 < config.model.max_context <= limits.max_prompt_tokens:

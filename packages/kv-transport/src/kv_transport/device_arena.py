@@ -28,8 +28,8 @@ from kv_transport.errors import ChecksumMismatch, CodecFailed, GeometryMismatch,
 class Device(Protocol):
     """Where the bytes are, and who moves them there."""
 
-    xp: Namespace
-
+    @property
+    def xp(self) -> Namespace: ...
     def gather(self, data: DeviceArray, offsets: DeviceArray, cell_nbytes: int) -> tuple[DeviceArray, DeviceArray]: ...
     def scatter(self, data: DeviceArray, offsets: DeviceArray, rows: DeviceArray) -> DeviceArray: ...
     def gather_fp8(

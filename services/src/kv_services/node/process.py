@@ -49,6 +49,7 @@ from kv_services.node.tiers import Tiers
 from kv_services.process import Base, keep, model_path
 from kv_services.status_report import SlotCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
+from kv_transport.config import TlsConfig
 
 TICK_S: Final = 0.25
 SOCKET_PATH_MAX: Final = 107
@@ -255,6 +256,14 @@ def socket_folder(state_path: Path, node_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"kv-sockets-{os.getuid()}-{digest}"
 
 
+def tls_files(folder: str, node_id: str) -> TlsConfig | None:
+    """A node's certificate and key, and the authority, where the cluster file wants TLS."""
+    if not folder:
+        return None
+    base = Path(folder)
+    return TlsConfig(base / f"{node_id}.pem", base / f"{node_id}.key", base / "ca.pem")
+
+
 def build(base: Base) -> list[ChildSpec]:
     """The children of a node that holds KV.
 
@@ -281,6 +290,7 @@ def build(base: Base) -> list[ChildSpec]:
             allow_ucx=transport.allow_ucx,
             window_size=transport.window_size,
             unit_bytes=transport.unit_bytes,
+            tls=tls_files(transport.tls_folder, node.id),
         ),
         base.clock,
     )
