@@ -214,6 +214,25 @@ class TiersSection(_Section, frozen=True, kw_only=True):
     remote: Annotated[RemoteTierSection | None, Meta(description="KV in an object store")] = None
 
 
+class FollowedEngine(_Section, frozen=True, kw_only=True):
+    """An engine outside the cluster whose KV events gateways follow, in the form of vLLM and SGLang."""
+
+    name: Annotated[Name, Meta(description="name of the engine in the index")]
+    events: Annotated[str, Meta(pattern=r"^tcp://.+:[0-9]+$", description="where it publishes, tcp://host:port")]
+    replay: Annotated[str, Meta(pattern=r"^tcp://.+:[0-9]+$", description="where it answers replays")]
+    tenant: Annotated[str, Meta(description="whose prompts it serves; empty without tenants")] = ""
+    loras: Annotated[dict[str, str], Meta(description="revisions of its adapters, by name")] = {}
+
+
+class KVEventsSection(_Section, frozen=True, kw_only=True):
+    """KV events for other routers, and of other engines. They carry tokens, so nothing is told that is not named."""
+
+    tenants: Annotated[
+        list[str], Meta(description='tenants whose KV is told of; "default" in a cluster without tenants')
+    ] = []
+    follow: list[FollowedEngine] = []
+
+
 class TenantConfig(_Section, frozen=True, kw_only=True):
     """Who may ask. Tenants never see each other's prefixes. Without any tenant the gateway asks for no key."""
 
@@ -263,6 +282,12 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     ] = None
     capacity: Annotated[Bytes | None, Meta(description='bytes of KV this node can hold, as "2 GiB"; or slots')] = None
     compute_threads: Annotated[int, Meta(ge=1, le=1024, description="threads of the engine's matrix products")] = 1
+    kv_events_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which KV events are published (see kv_events); 0: none are")
+    ] = 0
+    kv_replay_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which KV events are asked for again; with kv_events_port")
+    ] = 0
 
     @property
     def node_id(self) -> NodeId:
@@ -288,6 +313,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
         yield from (("bus_port", self.bus_port), ("events_port", self.events_port), ("http_port", self.http_port))
         if self.data_port:
             yield "data_port", self.data_port
+        if self.kv_events_port:
+            yield "kv_events_port", self.kv_events_port
+        if self.kv_replay_port:
+            yield "kv_replay_port", self.kv_replay_port
 
     def num_slots(self, block_nbytes: int) -> int:
         """How many blocks of that size this node holds; 0 for a role without KV.
@@ -319,6 +348,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     routing: RoutingSection = RoutingSection()
     tiers: TiersSection = TiersSection()
+    kv_events: KVEventsSection = KVEventsSection()
     tenants: list[TenantConfig] = msgspec.field(default_factory=list, name="tenant")
     nodes: Annotated[list[NodeConfig], Meta(min_length=1)] = msgspec.field(name="node")
 
@@ -438,6 +468,7 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     yield from _node_faults(config)
     yield from _port_faults(config)
     yield from _tenant_faults(config)
+    yield from _event_faults(config)
     yield from _etcd_faults(config)
     bus, transport, limits = config.bus, config.transport, config.limits
     if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
@@ -533,15 +564,36 @@ def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
                 yield where, f"expected a key of its own, the same is at {other}"
 
 
+def _event_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    known = [tenant.id for tenant in config.tenants] or ["default"]
+    for index, name in enumerate(config.kv_events.tenants):
+        if name not in known:
+            yield f"$.kv_events.tenants[{index}]", f"expected one of {', '.join(known)}, got {name!r}"
+    for index, engine in enumerate(config.kv_events.follow):
+        if (engine.tenant or "default") not in known:
+            yield f"$.kv_events.follow[{index}].tenant", f"expected one of {', '.join(known)}"
+    for index, node in enumerate(config.nodes):
+        at = f"$.node[{index}]"
+        if bool(node.kv_events_port) != bool(node.kv_replay_port):
+            yield f"{at}.kv_replay_port", "expected both kv_events_port and kv_replay_port, or neither"
+        if node.kv_events_port and not node.role.holds_kv:
+            yield f"{at}.kv_events_port", f"expected none: a {node.role.value} holds no KV"
+
+
 def dump_config(config: ClusterConfig) -> str:
     """The TOML text that `parse_config` reads back as an equal config."""
     lines: list[str] = []
     for name, value in msgspec.to_builtins(config).items():
         if isinstance(value, dict):
             below = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
-            lines += [f"[{name}]", *_assignments({k: v for k, v in value.items() if k not in below}), ""]
+            lists = {key: v for key, v in value.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+            plain = {key: v for key, v in value.items() if key not in below and key not in lists}
+            lines += [f"[{name}]", *_assignments(plain), ""]
             for key, inner in below.items():
                 lines += [f"[{name}.{key}]", *_assignments(inner), ""]
+            for key, tables in lists.items():
+                for inner in tables:
+                    lines += [f"[[{name}.{key}]]", *_assignments(inner), ""]
         else:
             for table in value:
                 lines += [f"[[{name}]]", *_assignments(table), ""]
@@ -559,6 +611,8 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str):

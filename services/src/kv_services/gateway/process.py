@@ -12,6 +12,7 @@ from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.admission import RequestLimits, ServedModel
 from kv_services.gateway.completer import RequestRecord
 from kv_services.gateway.errors import HttpFault, register_fault
+from kv_services.gateway.following import followed_engines
 from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.placing import Placer
@@ -101,7 +102,12 @@ def build(base: Base) -> list[ChildSpec]:
         port=node.http_port,
         clock=base.clock,
     )
-    return [keep("completer", completer), keep("http", FrontChild(front), drain_ns=2_000_000_000)]
+    following = followed_engines(config, base.index, info.weights_revision)
+    return [
+        *(keep(f"events of {one.holder.node}", one) for one in following),
+        keep("completer", completer),
+        keep("http", FrontChild(front), drain_ns=2_000_000_000),
+    ]
 
 
 def _observer(base: Base) -> Callable[[RequestRecord], None]:

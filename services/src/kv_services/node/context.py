@@ -1,7 +1,7 @@
 """What every role of one node shares: the bus, the arena and who may use it, the engine, the metadata, the counters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_bus.interface import Bus
@@ -11,6 +11,7 @@ from kv_core.clock import Clock
 from kv_core.ids import NodeId, RegionId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
+from kv_prefix.events import PoolEvent
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
@@ -56,6 +57,7 @@ class NodeContext:
     cost: PullCost
     tiers: Tiers
     past: PastPrompts
+    listeners: list[Callable[[Sequence[PoolEvent]], None]] = field(default_factory=list)
 
     @property
     def node_id(self) -> NodeId:
@@ -90,3 +92,5 @@ class NodeContext:
         if events:
             self.replica.pool_events(events, self.block_size)
             self.tiers.observe(events)
+            for listener in self.listeners:
+                listener(events)

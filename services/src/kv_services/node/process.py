@@ -34,6 +34,7 @@ from kv_services.node.context import NodeContext
 from kv_services.node.decode import DecodeActor
 from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
 from kv_services.node.decode_state import DecodeMachine
+from kv_services.node.event_telling import event_children
 from kv_services.node.introductions import Introducer
 from kv_services.node.operations import Operations
 from kv_services.node.prefill import PrefillActor
@@ -301,6 +302,7 @@ def build(base: Base) -> list[ChildSpec]:
     return [
         keep("memory", Memory(arena, agent, work.ctx.transfers, sockets)),
         keep("work", work),
+        *event_children(work.ctx),
         keep("http", base.side_http(actions=work.operations.actions() | work.prefixes.actions())),
     ]
 

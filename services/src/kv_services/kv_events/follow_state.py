@@ -1,0 +1,210 @@
+"""Follows the events of one engine: puts them in order, notices what is missing, and says what the index must learn.
+
+Pure. Names of blocks are made here from their tokens, so the engine's hash scheme does not matter: its hashes are only
+used to find a block's parent and to know what is removed.
+
+F1: events take effect in the order of their numbers, each once, whatever the order of arrival. A stream whose numbers
+    go back is a new life of the engine, of which everything is asked for.
+F2: a hole is asked for once; while its replay is under way later batches wait (bounded).
+F3: what a replay could not give is given up: everything known is dropped, so that no block stays that may be gone.
+F4: a block whose parent is not known is not entered, and counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.errors import KVError
+from kv_core.hashing import BlockHash, extend
+from kv_core.namespace import Namespace
+from kv_prefix.events import Tier
+from kv_services.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent, tier_of
+
+MAX_WAITING: Final = 4096
+"""Batches that wait for a replay; beyond that the hole is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The engine has these blocks in that tier."""
+
+    tier: Tier
+    names: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """The engine has these blocks in that tier no more."""
+
+    tier: Tier
+    names: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing of the engine stands any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Ask the engine for its events from this number on, then say `replay_ended`."""
+
+    start: int
+
+
+Effect = Stored | Removed | Cleared | AskReplay
+
+
+@dataclass(slots=True)
+class FollowStats:
+    """Counts since the start."""
+
+    applied: int = 0
+    duplicates: int = 0
+    recoveries: int = 0
+    resets: int = 0
+    orphans: int = 0
+    skipped: int = 0
+
+
+class EngineFollower:
+    """The state of one followed engine.
+
+    Args:
+        namespace: what its blocks are, for requests without an adapter.
+        loras: revisions of the adapters that are followed, by name; events of others are skipped.
+    """
+
+    def __init__(self, namespace: Namespace, loras: dict[str, str] | None = None) -> None:
+        self._namespace = namespace
+        self._loras = loras or {}
+        self._next = 0
+        self._streamed = -1
+        self._waiting: dict[int, Sequence[KVEvent]] = {}
+        self._replaying = False
+        # By the engine's hash: our name, the number of tokens to its end, the namespace, the tiers it is in.
+        self._known: dict[EngineHash, tuple[BlockHash, int, Namespace, set[Tier]]] = {}
+        self.stats = FollowStats()
+
+    def batch(self, sequence: int, events: Sequence[KVEvent], *, replayed: bool = False) -> list[Effect]:
+        """A batch came, from the stream or from a replay."""
+        if not replayed and sequence < self._streamed:
+            return self._began_anew(sequence, events)
+        if not replayed:
+            self._streamed = sequence
+        if sequence < self._next or sequence in self._waiting:
+            self.stats.duplicates += 1
+            return []
+        self._waiting[sequence] = events
+        effects = self._drain()
+        if self._waiting and not self._replaying:
+            self._replaying = True
+            self.stats.recoveries += 1
+            effects.append(AskReplay(self._next))
+        elif len(self._waiting) > MAX_WAITING:
+            effects += self._give_up()
+        return effects
+
+    def replay_ended(self) -> list[Effect]:
+        """The engine has given what it still had."""
+        self._replaying = False
+        return self._give_up() if self._waiting else []
+
+    def _began_anew(self, sequence: int, events: Sequence[KVEvent]) -> list[Effect]:
+        """A stream's numbers only grow, so the engine has begun a new life; or its past comes again. Ask which."""
+        self._waiting.clear()
+        effects = self._reset(0)
+        self._streamed, self._waiting[sequence] = sequence, events
+        self._replaying = True
+        self.stats.recoveries += 1
+        return [*effects, *self._drain(), AskReplay(0)]
+
+    def _give_up(self) -> list[Effect]:
+        effects = self._reset(min(self._waiting))
+        self.stats.resets += 1
+        return [*effects, *self._drain()]
+
+    def _reset(self, following: int) -> list[Effect]:
+        self._known.clear()
+        self._next = following
+        self._waiting = {number: events for number, events in self._waiting.items() if number >= following}
+        return [Cleared()]
+
+    def _drain(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while (events := self._waiting.pop(self._next, None)) is not None:
+            self._next += 1
+            self.stats.applied += 1
+            for event in events:
+                effects += self._apply(event)
+        return effects
+
+    def _apply(self, event: KVEvent) -> list[Effect]:
+        match event:
+            case BlockStored():
+                return self._stored(event)
+            case BlockRemoved(block_hashes=hashes, medium=medium):
+                return self._removed(hashes, tier_of(medium))
+            case AllBlocksCleared():
+                self._known.clear()
+                return [Cleared()]
+
+    def _stored(self, event: BlockStored) -> list[Effect]:
+        namespace = self._namespace_of(event)
+        size, count = event.block_size, len(event.block_hashes)
+        if namespace is None or size != namespace.block_size or len(event.token_ids) != size * count or not count:
+            self.stats.skipped += 1
+            return []
+        parent, start = None, 0
+        if event.parent_block_hash is not None:
+            found = self._known.get(event.parent_block_hash)
+            if found is None or found[2] != namespace:
+                self.stats.orphans += count
+                return []
+            parent, start = found[0], found[1]
+        try:
+            names = extend(namespace, parent, start, event.token_ids)
+        except KVError:
+            self.stats.skipped += 1
+            return []
+        tier = tier_of(event.medium)
+        for i, (engine_hash, name) in enumerate(zip(event.block_hashes, names, strict=True)):
+            known = self._known.get(engine_hash)
+            tiers = known[3] if known is not None and known[0] == name else set()
+            self._known[engine_hash] = name, start + (i + 1) * size, namespace, tiers | {tier}
+        return [Stored(tier, tuple(names))]
+
+    def _removed(self, hashes: Sequence[EngineHash], tier: Tier) -> list[Effect]:
+        names = []
+        for engine_hash in hashes:
+            known = self._known.get(engine_hash)
+            if known is None or tier not in known[3]:
+                continue
+            names.append(known[0])
+            known[3].discard(tier)
+            if not known[3]:
+                del self._known[engine_hash]
+        return [Removed(tier, tuple(names))] if names else []
+
+    def _namespace_of(self, event: BlockStored) -> Namespace | None:
+        """None: an adapter or content that is not followed."""
+        if event.extra_keys is not None and any(keys for keys in event.extra_keys):
+            extra = {key for keys in event.extra_keys if isinstance(keys, list) for key in keys}
+            if extra - {event.lora_name}:
+                return None  # pictures or salts: their content is not in the event
+        if event.lora_name is None:
+            return None if event.lora_id else self._namespace
+        revision = self._loras.get(event.lora_name)
+        if revision is None:
+            return None
+        n = self._namespace
+        return Namespace(
+            n.model_id,
+            n.weights_revision,
+            lora_name=event.lora_name,
+            lora_revision=revision,
+            salt=n.salt,
+            dtype=n.dtype,
+            fidelity=n.fidelity,
+            block_size=n.block_size,
+        )

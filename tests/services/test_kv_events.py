@@ -1,0 +1,234 @@
+"""KV events in vLLM's form: the state of a followed engine against plain sets, then both ends over real sockets."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_bus.ports import pick_ports
+from kv_core.clock import SystemClock
+from kv_core.hashing import BlockHash, hash_tokens
+from kv_core.ids import Incarnation, NodeId, RegionId
+from kv_core.namespace import Namespace
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.events import Tier
+from kv_prefix.prefix_index import Holder, PrefixIndex
+from kv_services.kv_events.follow import EngineEvents
+from kv_services.kv_events.follow_state import AskReplay, Cleared, Effect, EngineFollower, Removed, Stored
+from kv_services.kv_events.publish import EventPublisher
+from kv_services.kv_events.wire import (
+    AllBlocksCleared,
+    BadEventError,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVEvent,
+    decode_batch,
+    encode_batch,
+)
+
+NS = Namespace("model", "weights", block_size=4)
+SIZE = 4
+
+
+def tokens(seed: int, blocks: int) -> list[int]:
+    return [seed * 1000 + i for i in range(SIZE * blocks)]
+
+
+def stored(seed: int, blocks: int, first: int = 0, **more: object) -> BlockStored:
+    """Blocks `first ..` of a sequence; the engine's hashes are numbers."""
+    return BlockStored(
+        block_hashes=[seed * 100 + i for i in range(first, blocks)],
+        parent_block_hash=seed * 100 + first - 1 if first else None,
+        token_ids=tokens(seed, blocks)[first * SIZE :],
+        block_size=SIZE,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def removed(*hashes: int, medium: str | None = None) -> BlockRemoved:
+    return BlockRemoved(block_hashes=list(hashes), medium=medium)
+
+
+class Engine:
+    """An engine with its log, a follower, and what the follower's effects make of an index."""
+
+    def __init__(self) -> None:
+        self.follower = EngineFollower(NS, {"adapter": "1"})
+        self.log: list[Sequence[KVEvent]] = []
+        self.held: set[tuple[Tier, bytes]] = set()
+        self.asked = 0
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Stored(tier, names):
+                    self.held |= {(tier, name.sequence) for name in names}
+                case Removed(tier, names):
+                    self.held -= {(tier, name.sequence) for name in names}
+                case Cleared():
+                    self.held.clear()
+                case AskReplay(start):
+                    self.asked += 1
+                    self.replay(start)
+
+    def replay(self, start: int) -> None:
+        for number in range(start, len(self.log)):
+            self.perform(self.follower.batch(number, self.log[number], replayed=True))
+        self.perform(self.follower.replay_ended())
+
+    def hear(self, number: int) -> None:
+        self.perform(self.follower.batch(number, self.log[number]))
+
+    def truth(self) -> set[tuple[Tier, bytes]]:
+        """What a follower that heard everything in order knows."""
+        twin = Engine()
+        twin.log = self.log
+        for number in range(len(self.log)):
+            twin.hear(number)
+        assert twin.asked == 0
+        return twin.held
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_whatever_is_lost_or_comes_twice_the_end_state_is_the_truth(data: st.DataObject) -> None:
+    engine = Engine()
+    for seed in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=12)):
+        kind = data.draw(st.sampled_from(["store", "grow", "remove", "clear"]))
+        event: KVEvent = stored(seed, 2)
+        if kind == "grow":
+            event = stored(seed, 4, first=2)
+        elif kind == "remove":
+            event = removed(seed * 100 + 1)
+        elif kind == "clear":
+            event = AllBlocksCleared()
+        engine.log.append([event])
+    delivered = data.draw(st.lists(st.integers(0, len(engine.log) - 1), max_size=20))
+    for number in [*delivered, len(engine.log) - 1]:
+        engine.hear(number)
+    assert engine.held == engine.truth()
+
+
+def test_a_hole_is_recovered_once_before_the_first_event_and_later() -> None:
+    engine = Engine()
+    engine.log = [[stored(seed, 2)] for seed in range(10)]
+    for number in (3, 4, 5, 7, 8):
+        engine.hear(number)
+    assert engine.asked == 1  # the first replay gave everything that there was
+    assert engine.held == engine.truth()
+    engine.log += [[removed(100)], [stored(20, 3)], [removed(101)]]
+    engine.hear(11)
+    engine.hear(12)
+    assert engine.asked == 2 and engine.held == engine.truth()
+
+
+def test_an_old_store_delivered_late_does_not_bring_a_block_back() -> None:
+    engine = Engine()
+    engine.log = [[stored(1, 1)], [removed(100)], [stored(2, 1)]]
+    for number in (0, 1, 2, 0):
+        engine.hear(number)
+    assert engine.held == engine.truth()
+    assert {sequence for _, sequence in engine.held} == {hash_tokens(NS, tokens(2, 1))[0].sequence}
+
+
+def test_what_a_replay_cannot_give_is_dropped_not_guessed() -> None:
+    follower = EngineFollower(NS)
+    assert follower.batch(0, [stored(1, 2)])
+    assert follower.batch(5, [stored(2, 1)]) == [AskReplay(1)]
+    effects = follower.replay_ended()
+    assert effects[0] == Cleared() and isinstance(effects[1], Stored)
+    assert follower.stats.resets == 1
+    # A child whose parent went with it is not entered.
+    assert follower.batch(6, [stored(1, 3, first=2)]) == []
+    assert follower.stats.orphans == 1
+
+
+def test_an_engine_that_begins_anew_is_followed_anew() -> None:
+    engine = Engine()
+    engine.log = [[stored(seed, 1)] for seed in range(5)]
+    for number in range(5):
+        engine.hear(number)
+    engine.log = [[stored(8, 1)], [stored(9, 1)]]
+    engine.hear(1)
+    assert engine.held == engine.truth() and len(engine.held) == 2
+
+
+def test_tiers_adapters_and_absent_extra_keys() -> None:
+    follower = EngineFollower(NS, {"adapter": "1"})
+    (cpu,) = follower.batch(0, [stored(1, 1, medium="cpu", extra_keys=None)])
+    assert cpu == Stored(Tier.HOST, tuple(hash_tokens(NS, tokens(1, 1))))
+    (gpu,) = follower.batch(1, [stored(1, 1, medium="GPU")])
+    assert isinstance(gpu, Stored) and gpu.tier is Tier.DEVICE
+    # Gone from one medium, still in the other.
+    assert follower.batch(2, [removed(100, medium="GPU")]) == [Removed(Tier.DEVICE, cpu.names)]
+    (lora,) = follower.batch(3, [stored(5, 1, lora_name="adapter", lora_id=1, extra_keys=[["adapter"]])])
+    adapted = Namespace("model", "weights", lora_name="adapter", lora_revision="1", block_size=4)
+    assert lora == Stored(Tier.DEVICE, tuple(hash_tokens(adapted, tokens(5, 1))))
+    assert follower.batch(4, [stored(6, 1, lora_name="unknown", lora_id=2)]) == []
+    assert follower.batch(5, [stored(7, 1, extra_keys=[["a picture's digest"]])]) == []
+
+
+def test_the_form_is_that_of_the_engines_and_nonsense_is_refused() -> None:
+    batch = EventBatch(1.5, [stored(1, 1, medium="cpu"), removed(7), AllBlocksCleared()], 0)
+    plain = msgspec.msgpack.decode(encode_batch(batch))
+    assert plain[0] == 1.5 and plain[2] == 0
+    assert [event["type"] for event in plain[1]] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    assert plain[1][0]["token_ids"] == [1000, 1001, 1002, 1003] and plain[1][0]["block_hashes"] == [100]
+    # Without a rank, with fields that are new, with hashes as bytes.
+    foreign = [2.0, [plain[1][0] | {"group_idx": 3, "block_hashes": [b"\x01" * 32]}]]
+    (event,) = decode_batch(msgspec.msgpack.encode(foreign)).events
+    assert isinstance(event, BlockStored) and event.block_hashes == [b"\x01" * 32]
+    random = Random(1)
+    for raw in (b"", b"\xc1", msgspec.msgpack.encode([1.0, [{"type": "Other"}]]), random.randbytes(400)):
+        with pytest.raises(BadEventError):
+            decode_batch(raw)
+
+
+async def test_a_follower_of_a_node_knows_what_the_node_holds_also_from_the_middle_on() -> None:
+    """Both ends over sockets: the follower comes late, so its first event shows a hole."""
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
+    secret = Namespace("model", "weights", salt="another tenant", block_size=4)
+    publisher = EventPublisher(events, replay, SIZE, SystemClock(), lambda digest: digest == NS.digest)
+    pool = BlockPool(8, SIZE, region=RegionId(1))
+
+    def compute(namespace: Namespace, seed: int, blocks: int) -> list[BlockHash]:
+        names = hash_tokens(namespace, tokens(seed, blocks))
+        opened = pool.open("r", None, blocks)
+        pool.commit(opened.table, namespace.digest, 0, names, tokens(seed, blocks))
+        pool.release(opened.table)
+        publisher.pool_events(pool.take_events())
+        return names
+
+    index = PrefixIndex()
+    follower = EngineEvents(Holder(NodeId("node"), Incarnation(1)), events, replay, EngineFollower(NS), index)
+    loop = asyncio.get_running_loop()
+    await publisher.start()
+    running = [loop.create_task(publisher.run())]
+    try:
+        early, hidden = compute(NS, 1, 3), compute(secret, 2, 2)
+        await follower.start()
+        running.append(loop.create_task(follower.run()))
+        latest = early
+        async with asyncio.timeout(20):
+            for seed in itertools.count(3):
+                # Blocks of before are evicted as others come.
+                latest = compute(NS, seed, 3)
+                await asyncio.sleep(0.05)
+                if index.lookup(latest):
+                    break
+        held = {block.sequence for event in pool.snapshot() for block in event.block_hashes}
+        for names in (early, hidden, latest):
+            expected = sum(name.sequence in held for name in names) if names is not hidden else 0
+            found = index.lookup(names)
+            assert (found[0].num_blocks if found else 0) == expected
+        assert follower.follower.stats.recoveries == 1 and follower.refused == 0
+    finally:
+        await publisher.close()
+        await follower.close()
+        await asyncio.gather(*running)
