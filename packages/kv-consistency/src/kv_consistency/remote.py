@@ -182,18 +182,20 @@ def _take_updates(
         last = updates[-1]
         if not _follow_clock(replica, Timestamp(last.wall_ns, last.logical, origin.node), event.at, out):
             return
-    changes = Changes(event.at.now_ns)
+    changes: Changes | None = None
     if not state.lives.is_current(origin):
+        changes = Changes(event.at.now_ns)
         _meet(replica, origin, changes, out)
     deliveries = buffer.offer(origin, updates)
-    if deliveries:
+    if deliveries or changes is not None or replica.session is not None:
+        # Otherwise it was parked, as most of what comes out of order is, and nothing has changed.
+        changes = changes or Changes(event.at.now_ns)
         state.apply(deliveries, changes)
+        _close_session(replica, changes, out)
+        replica.settle(changes, out)
     if head > buffer.applied(origin):
         buffer.note_head(origin, head)
         _pursue(replica, origin, event.peer, event.at.now_ns, head)
-    if replica.session is not None:
-        _close_session(replica, changes, out)
-    replica.settle(changes, out)
 
 
 def _pursue(replica: Replica, origin: Origin, peer: NodeId, now_ns: int, head: int) -> None:
