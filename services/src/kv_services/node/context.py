@@ -17,6 +17,7 @@ from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
 from kv_services.node.pull_cost import PullCost
+from kv_services.node.recoverer import Recoverer
 from kv_services.node.tiers import Tiers
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
@@ -56,6 +57,7 @@ class NodeContext:
     metrics: Metrics
     cost: PullCost
     tiers: Tiers
+    recovery: Recoverer
     past: PastPrompts
     listeners: list[Callable[[Sequence[PoolEvent]], None]] = field(default_factory=list)
 
