@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kv_services.engine import limits
@@ -39,6 +39,7 @@ def made(folder: Path, tiny: TinyLlama) -> BpeTokenizer:
 @settings(deadline=None)
 @given(text=st.text(max_size=60))
 def test_tokens_joined_are_the_text(bpe: BpeTokenizer, text: str) -> None:
+    assume("<" not in text)  # where the names of special tokens begin, which give no text
     for tokenizer in (bpe, ByteTokenizer()):
         tokens = tokenizer.encode(text)
         assert b"".join(tokenizer.token_bytes(token) for token in tokens) == text.encode()

@@ -1,6 +1,7 @@
 """Whatever a client sends, it is answered or refused: never a 5xx, never a hang, never submitted unchecked."""
 
 import json
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -77,7 +78,7 @@ def admitted(request: AnyRequest) -> None:
     assert sampling.top_logprobs is None or 0 <= sampling.top_logprobs <= 20
     assert all(0 < len(stop) <= 256 for stop in request.stop_strings)
     assert made.deadline_ns == 5 + 10**9
-    assert len(made.kv.salt) == 32
+    assert re.fullmatch("[0-9a-f]{16}[.][0-9a-f]{32}", made.kv.salt)
     assert made.kv.fidelity == "exact"
 
 
