@@ -301,7 +301,7 @@ async def test_a_payload_that_was_damaged_on_its_way_is_sent_again(
 
 
 async def test_a_transfer_that_lost_its_link_goes_on_over_tcp_by_lz4(tmp_path: Path) -> None:
-    async with pair("auto", tmp_path, geometry=LARGE, slots=16) as (sender, receiver):
+    async with pair("auto", tmp_path, geometry=LARGE, slots=16, resume_grace_ms=20_000) as (sender, receiver):
         source, target = sender.filled(4, seed=10), receiver.blocks(4)
         for ref in source:
             sender.arena.cell(ref.slot, 2)[:] = bytes(LARGE.slot_layer_nbytes)

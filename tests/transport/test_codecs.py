@@ -266,6 +266,19 @@ def test_the_meter_finds_the_rate_of_a_link_whatever_is_in_flight(units: list[tu
         assert meter.rate is not None
 
 
+def test_a_burst_after_a_stall_does_not_count_as_the_speed_of_the_link() -> None:
+    """Acknowledgements that were read late come all at once: the average is by time, not by sample."""
+    meter, now = LinkMeter(), 0
+    for _ in range(50):
+        for _ in range(8):
+            meter.posted(now)
+        now += 78_000_000
+        for _ in range(8):
+            now += 250_000  # 8 MiB in 80 ms: 0.105 GB/s
+            meter.settled(1 << 20, now)
+    assert meter.rate == pytest.approx((8 << 20) / 0.080, rel=0.25)
+
+
 def test_a_rate_grows_stale_by_encoded_units_and_is_measured_again_by_raw_ones() -> None:
     meter, policy = LinkMeter(), CodecPolicy([Codec.FP8_E4M3])
     now = 0

@@ -21,7 +21,7 @@ def link_of(sender: Node, receiver: Node) -> Link:
 
 
 async def test_tcp_goes_on_where_shm_stopped_and_sends_nothing_twice(tmp_path: Path) -> None:
-    async with pair("auto", tmp_path) as (sender, receiver):
+    async with pair("auto", tmp_path, resume_grace_ms=20_000) as (sender, receiver):
         source, target = sender.filled(6, seed=1), receiver.blocks(6)
         grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=48)
         inbound = receiver.engine.expect(REQUEST, grant, timeout_ms=20_000)
@@ -57,7 +57,15 @@ async def test_tcp_goes_on_where_shm_stopped_and_sends_nothing_twice(tmp_path: P
 
 @pytest.mark.parametrize("breaks", range(3))
 async def test_a_link_that_breaks_with_units_in_flight_loses_nothing(tmp_path: Path, breaks: int) -> None:
-    async with pair("auto", tmp_path, geometry=LARGE, slots=16, unit_bytes=1 << 18, connect_timeout_ms=20_000) as (
+    async with pair(
+        "auto",
+        tmp_path,
+        geometry=LARGE,
+        slots=16,
+        unit_bytes=1 << 18,
+        connect_timeout_ms=20_000,
+        resume_grace_ms=20_000,
+    ) as (
         sender,
         receiver,
     ):

@@ -76,6 +76,26 @@ def choose_codec(link_rate: float, costs: Sequence[CodecCost], allowed: Sequence
     return CodecChoice(best, link_rate, rates, bounds)
 
 
+class DecayedRate:
+    """Bytes a second over the recent past: sums that fade, so that a short burst after a stall weighs by its length."""
+
+    _KEEP: Final = 0.7
+
+    def __init__(self) -> None:
+        self._nbytes = self._ns = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Raises ZeroDivisionError before the first sample."""
+        return self._nbytes * 1e9 / self._ns
+
+    def add(self, nbytes: int, ns: int) -> float:
+        """One more sample; the rate with it."""
+        self._nbytes = self._KEEP * self._nbytes + nbytes
+        self._ns = self._KEEP * self._ns + max(1, ns)
+        return self.rate
+
+
 class LinkMeter:
     """Bytes a second that a link carries while it has work, learnt from raw units only.
 
@@ -86,13 +106,13 @@ class LinkMeter:
     _SAMPLE_NS: Final = 5_000_000
     _SAMPLE_BYTES: Final = 256 * 1024
     _STALE_UNITS: Final = 128
-    _WEIGHT: Final = 0.3
 
     def __init__(self) -> None:
         self.rate: float | None = None
         """None until it was measured."""
         self._in_flight = self._encoded_in_flight = 0
         self._encoded = 0
+        self._decayed = DecayedRate()
         self._since_ns = self._busy_ns = self._nbytes = 0
 
     @property
@@ -121,8 +141,7 @@ class LinkMeter:
         self._nbytes += nbytes
         if self._busy_ns < self._SAMPLE_NS or self._nbytes < self._SAMPLE_BYTES:
             return
-        sample = self._nbytes * 1e9 / self._busy_ns
-        self.rate = sample if self.rate is None else self.rate + self._WEIGHT * (sample - self.rate)
+        self.rate = self._decayed.add(self._nbytes, self._busy_ns)
         self._busy_ns = self._nbytes = self._encoded = 0
 
 

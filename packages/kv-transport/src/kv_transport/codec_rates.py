@@ -8,13 +8,12 @@ import numpy as np
 from kv_core.block import BlockGeometry
 from kv_core.clock import Clock
 from kv_core.dtypes import DType
-from kv_transport.codec_choice import GAIN_MIN, CodecCost
+from kv_transport.codec_choice import GAIN_MIN, CodecCost, DecayedRate
 from kv_transport.codecs import Codec, compress, decode_cell, decompress, encode_cell, encoded_cell_nbytes
 
 _TRIAL: Final = BlockGeometry(num_layers=1, num_kv_heads=8, head_dim=128, dtype=DType.BF16, block_size=16)
 """64 KiB of bf16: a cell of a common model."""
 _TRIALS: Final = 3
-_WEIGHT: Final = 0.2
 
 
 class CodecRates:
@@ -24,8 +23,8 @@ class CodecRates:
         self._clock = clock
         self._lock = threading.Lock()
         self._begun = False
-        self._encode: dict[Codec, float] = {}
-        self._decode: dict[Codec, float] = {}
+        self._encode: dict[Codec, DecayedRate] = {}
+        self._decode: dict[Codec, DecayedRate] = {}
 
     def begin_trial(self) -> None:
         """Try every codec once, in a thread of its own; nothing is known until then. Idempotent."""
@@ -69,7 +68,8 @@ class CodecRates:
 
     def may_help(self, codec: Codec, link_rate: float) -> bool:
         """Whether it could be worth it over such a link, however little it left."""
-        return self._encode.get(codec, 0.0) >= GAIN_MIN * link_rate
+        with self._lock:
+            return codec in self._encode and self._encode[codec].rate >= GAIN_MIN * link_rate
 
     def sample_lz4(self, data: memoryview) -> float:
         """What part of itself LZ4 leaves of this, at most 1."""
@@ -89,13 +89,11 @@ class CodecRates:
                         continue
                     ratio = encoded_cell_nbytes(codec, geometry) / geometry.slot_layer_nbytes
                 if ratio is not None:
-                    found.append(CodecCost(codec, ratio, self._encode[codec], self._decode[codec]))
+                    found.append(CodecCost(codec, ratio, self._encode[codec].rate, self._decode[codec].rate))
         return found
 
-    def _note(self, rates: dict[Codec, float], codec: Codec, nbytes: int, started_ns: int) -> int:
+    def _note(self, rates: dict[Codec, DecayedRate], codec: Codec, nbytes: int, started_ns: int) -> int:
         now = self._clock.monotonic_ns()
-        rate = nbytes * 1e9 / max(1, now - started_ns)
         with self._lock:
-            known = rates.get(codec)
-            rates[codec] = rate if known is None else known + _WEIGHT * (rate - known)
+            rates.setdefault(codec, DecayedRate()).add(nbytes, now - started_ns)
         return now
