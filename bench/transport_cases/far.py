@@ -16,6 +16,7 @@ import uvloop
 import zmq
 
 from bench.transport_cases import places
+from bench.transport_cases.ucx_straight import StraightTarget
 from kv_core.block import BlockGeometry, BlockRef
 from kv_core.dtypes import DType
 from kv_core.ids import Incarnation, NodeId, RegionId, RequestId
@@ -38,6 +39,7 @@ class Far:
         self.refs: list[BlockRef] = []
         self.region = 0
         self.lease = 0
+        self.straight: StraightTarget | None = None
         self.peer = NodeId("near")
         self.inbound: asyncio.Task[None] | None = None
         self.echo: asyncio.Task[None] | None = None
@@ -131,6 +133,18 @@ class Far:
         bound = threading.Event()
         threading.Thread(target=serve_zmq, args=(address, bound), daemon=True).start()
         bound.wait()
+        return {}
+
+    def do_ucx_target(self) -> Fields:
+        """The reference for ucx: the same buffer, reached straight through the binding."""
+        assert self.buffer is not None
+        self.straight = StraightTarget(self.buffer.data, places.UCX_OPTIONS)
+        address, key = base64.b64encode(self.straight.address), base64.b64encode(self.straight.key)
+        return {"address": address.decode(), "key": key.decode(), "at": self.buffer.data.ctypes.data}
+
+    def do_ucx_active(self, on: bool) -> Fields:
+        assert self.straight is not None
+        self.straight.active(on)
         return {}
 
     def do_plain_sockets(self, nbytes: int = 0) -> Fields:

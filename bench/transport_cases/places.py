@@ -22,6 +22,7 @@ GEOMETRY: Final = BlockGeometry(num_layers=4, num_kv_heads=8, head_dim=128, dtyp
 """256 KiB per (slot, layer)."""
 NUM_SLOTS: Final = 64
 """64 MiB of KV in `GEOMETRY`."""
+UCX_OPTIONS: Final = {"TLS": "tcp,self", "NET_DEVICES": "lo", "TCP_CM_REUSEADDR": "y"}
 NO_RESERVE: Final = MemoryBudget(reserve_nbytes=0)
 
 
@@ -66,5 +67,5 @@ def config(transport: TransportName, folder: Path, host: str = "127.0.0.1") -> T
     return TransportConfig(
         transport=transport,
         socket_folder=folder / "sockets" if transport in ("shm", "auto") else None,
-        tcp_host=host if transport in ("tcp", "auto") else None,
+        tcp_host=host if transport in ("tcp", "ucx", "auto") else None,
     )

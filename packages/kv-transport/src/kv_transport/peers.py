@@ -111,6 +111,8 @@ class Peer:
         self._flows[id(flow)] = flow
         link = self._standing_link(flow)
         if link is not None:
+            if link.encodes:
+                self._around.codec_rates.begin_trial()
             flow.linked(link, None)
         else:
             self._around.spawn(self._bring_up(flow, None))
