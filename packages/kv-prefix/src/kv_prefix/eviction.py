@@ -9,20 +9,13 @@ E2: every call is amortised O(log n) in the number of offered slots, and looks a
 E3: the same calls give the same victims in every process.
 """
 
-import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
+from kv_prefix.adaptive_eviction import AdaptivePolicy
 from kv_prefix.errors import UnknownPolicyError
-
-MAX_FREQUENCY: Final = 8
-"""Accesses beyond this many say nothing more about the next one."""
-
-GHOSTS_PER_SLOT: Final = 2
-MIN_GHOSTS: Final = 16_384
-"""Evicted names whose access counts are remembered; a small pool needs many times its size to recognise a return."""
+from kv_prefix.eviction_queue import Ghosts, OfferedQueue, ghost_limit
 
 
 class EvictionPolicy(Protocol):
@@ -124,7 +117,7 @@ class S3FifoPolicy:
         self._uses = bytearray(capacity)
         self._names: list[Hashable] = [None] * capacity
         self._small_size, self._small_target = 0, max(1, int(capacity * self.SMALL_SHARE))
-        self._ghosts = _Ghosts(max(GHOSTS_PER_SLOT * capacity, MIN_GHOSTS))
+        self._ghosts = Ghosts(ghost_limit(capacity))
         self._tick = 0
 
     def insert(self, slot: int, name: Hashable) -> None:
@@ -176,117 +169,6 @@ class S3FifoPolicy:
     def _enqueue(self, slot: int) -> None:
         self._tick += 1
         (self._main if self._in_main[slot] else self._small).rank[slot] = self._tick
-
-
-class AdaptivePolicy:
-    """LRU in which each doubling of uses counts like a later last use; uses are remembered after eviction. The default.
-
-    A conversation that came back before is likelier to come back than one seen once. `rank = last use + boost * log2
-    (uses)`, both counted in blocks stored, so that `boost` is in units of how fast content flows through the pool.
-    """
-
-    BOOST: Final = 0.5
-
-    def __init__(self, capacity: int) -> None:
-        self._queue = OfferedQueue(capacity)
-        self._uses = bytearray(capacity)
-        self._names: list[Hashable] = [None] * capacity
-        self._ghosts = _Ghosts(max(GHOSTS_PER_SLOT * capacity, MIN_GHOSTS))
-        self._bonus = [0.0] + [self.BOOST * capacity * (n.bit_length() - 1) for n in range(1, MAX_FREQUENCY + 1)]
-        self._stored = 0
-
-    def insert(self, slot: int, name: Hashable) -> None:
-        self._stored += 1
-        self._names[slot] = name
-        self._uses[slot] = self._ghosts.take(name)
-        self.touch(slot)
-
-    def touch(self, slot: int) -> None:
-        uses = self._uses[slot]
-        if uses < MAX_FREQUENCY:
-            uses += 1
-            self._uses[slot] = uses
-        self._queue.rank[slot] = self._stored + self._bonus[uses]
-
-    def offer(self, slot: int) -> None:
-        self._queue.offer(slot)
-
-    def withdraw(self, slot: int) -> None:
-        self._queue.withdraw(slot)
-
-    def victim(self) -> int | None:
-        return self._queue.pop()
-
-    def remove(self, slot: int, evicted: bool) -> None:
-        self._queue.forget(slot)
-        if evicted:
-            self._ghosts.put(self._names[slot], self._uses[slot])
-        self._names[slot] = None
-
-
-class OfferedQueue:
-    """Slots by rank, lowest first, of which only the offered ones come out.
-
-    `rank[slot]` may be raised at any time while the content stays, and set to anything after `forget`.
-
-    Q1: an offered slot has an entry in the heap with a rank not above its present one; an entry below it is corrected
-        when it surfaces. So the top, once corrected, is the lowest-ranked offered slot. Other entries of a slot are
-        leftovers; they surface after it, find it not offered, and are thrown away.
-    """
-
-    __slots__ = ("_heap", "_offered", "_queued", "rank")
-
-    def __init__(self, capacity: int) -> None:
-        self.rank: list[float] = [0] * capacity
-        self._heap: list[tuple[float, int]] = []
-        self._offered = bytearray(capacity)
-        self._queued = bytearray(capacity)
-
-    def offer(self, slot: int) -> None:
-        self._offered[slot] = True
-        if not self._queued[slot]:
-            self._queued[slot] = True
-            heapq.heappush(self._heap, (self.rank[slot], slot))
-
-    def withdraw(self, slot: int) -> None:
-        self._offered[slot] = False
-
-    def forget(self, slot: int) -> None:
-        """The content is gone; the next one's rank may be lower."""
-        self._offered[slot] = self._queued[slot] = False
-
-    def pop(self) -> int | None:
-        """The lowest-ranked offered slot, withdrawn; None when nothing is offered."""
-        heap = self._heap
-        while heap:
-            rank, slot = heap[0]
-            if self._offered[slot] and self.rank[slot] > rank:
-                heapq.heapreplace(heap, (self.rank[slot], slot))
-                continue
-            heapq.heappop(heap)
-            self._queued[slot] = False
-            if self._offered[slot]:
-                self._offered[slot] = False
-                return slot
-        return None
-
-
-class _Ghosts:
-    """Names that were evicted, with a number each; the oldest is forgotten first."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._numbers: OrderedDict[Hashable, int] = OrderedDict()
-
-    def put(self, name: Hashable, number: int) -> None:
-        self._numbers[name] = number
-        self._numbers.move_to_end(name)
-        if len(self._numbers) > self._limit:
-            self._numbers.popitem(last=False)
-
-    def take(self, name: Hashable) -> int:
-        """The number of `name`, which is forgotten by this; 0 when it is not remembered."""
-        return self._numbers.pop(name, 0)
 
 
 _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {

@@ -3,6 +3,7 @@
 Exit status: 0 done, 1 an error that the last line names, 2 a wrong command line, 128 + n ended by signal n.
 """
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,15 @@ from kv_core.geometry import Attention
 from kv_services.kvctl.guard import ConfigFile, Json
 from kv_services.kvctl.guard import guarded as _guarded
 from kv_services.kvctl.prefix_app import prefix_app
+
+
+class EvictionOrder(Enum):
+    """Which blocks a replayed cache may evict."""
+
+    AUTO = "auto"
+    TAIL = "tail"
+    ANY = "any"
+
 
 app = typer.Typer(
     name="kvctl",
@@ -175,6 +185,52 @@ def demo(
     from kv_services.kvctl.demo import command
 
     return command.run(requests, model, json, keep)
+
+
+@app.command()
+@_guarded
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format.", show_default=False)],
+    policy: Annotated[list[str] | None, typer.Option(help="Eviction policy; may be given more than once.")] = None,
+    capacity_blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks of a node's memory; may be given more than once.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Nodes, of that capacity each.")] = 1,
+    router: Annotated[str, typer.Option(help="Placement policy over the nodes.")] = "kv_aware",
+    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks of a disk tier below each node's memory.")] = 0,
+    remote_blocks: Annotated[int, typer.Option(min=0, help="Blocks of a remote tier below that.")] = 0,
+    order: Annotated[
+        EvictionOrder,
+        typer.Option(help="tail: as a node evicts. any: as a textbook cache. auto: any for one pool of lru or fifo."),
+    ] = EvictionOrder.AUTO,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity into this file.")] = None,
+    json: Json = False,
+) -> int:
+    """Say what the prefix cache would have hit of a recorded trace: default policy `adaptive`, 10,000 blocks.
+
+    It uses the index, pool, eviction and placement of the services. Hits are the unbroken run of blocks that was there
+    before the request.
+    """
+    from kv_services.kvctl.replay import command
+    from kv_services.kvctl.replay.engine import Setup
+
+    setup = Setup(nodes=nodes, router=router, order=order.value, disk_blocks=disk_blocks, remote_blocks=remote_blocks)
+    return command.run(trace, setup, policy or ["adaptive"], capacity_blocks or [10_000], plot, json)
+
+
+@app.command()
+@_guarded
+def workload(
+    kind: Annotated[str, typer.Argument(help="chat, documents, agents, drift or scan.", show_default=False)],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="The file to write.", show_default=False)],
+    requests: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many requests.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 1,
+    json: Json = False,
+) -> int:
+    """Write a generated trace for `kvctl replay`, for those who have no recorded one."""
+    from kv_services.kvctl.replay import command
+
+    return command.write_workload(kind, trace, requests, seed, json)
 
 
 @app.command()
