@@ -290,5 +290,6 @@ class Ucp:
 
 
 def quiet_environment() -> None:
-    """UCX warns on stdout of every variable with its prefix that it does not know."""
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # noqa: TID251 - UCX reads nothing else
+    """UCX warns of every variable with its prefix that it does not know, and logs to stdout, which is not its own."""
+    for name, value in (("UCX_WARN_UNUSED_ENV_VARS", "n"), ("UCX_LOG_FILE", "stderr")):
+        os.environ.setdefault(name, value)  # noqa: TID251 - UCX reads nothing else
