@@ -15,6 +15,7 @@ BENCH_ARGS  ?=
 PEERS       ?=
 SEED        ?= 1
 SEEDS       ?= 1
+MINUTES     ?= 3
 TRANSFERS   ?= 500
 MUTANTS     ?=
 KILLS       ?= 100
@@ -59,6 +60,9 @@ bench-peers: setup ## Install other transfer engines, each by itself, and measur
 sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
+soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
+
 tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
 	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py
 
@@ -78,4 +82,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench bench-peers sim tiers mutants docs clean
+.PHONY: help setup demo test check bench bench-peers sim soak tiers mutants docs clean

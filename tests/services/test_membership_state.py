@@ -135,3 +135,34 @@ def test_every_life_begins_once_and_ends_at_most_once(run: list[tuple[Event, int
     for node in v.alive():
         life = (node, v.members[node].incarnation)
         assert life in born and life not in dead
+
+
+def test_who_stood_still_himself_does_not_hold_it_against_the_others() -> None:
+    v = MembershipView(suspect_after_ns=100, dead_after_ns=300, standstill_ns=60)
+    for node in (A, B):
+        v.add(node)
+        v.step(HeartbeatSeen(0, node, ONE))
+    v.step(TimePassed(20))
+    assert v.step(TimePassed(10_000)) == []
+    assert v.step(TimePassed(10_050)) == []
+    v.step(HeartbeatSeen(10_060, A, ONE))
+    # From here on silence counts again: B is as silent as before the pause, and 20 of it were before.
+    dead = [e for now in range(10_100, 10_400, 50) for e in v.step(TimePassed(now)) if isinstance(e, MemberDied)]
+    assert [e.node_id for e in dead] == [B]
+
+
+def test_who_hears_less_than_half_declares_nobody_dead_and_who_hears_half_does() -> None:
+    nodes = [NodeId(f"n{i}") for i in range(4)]
+    v = view()
+    for node in nodes:
+        v.add(node)
+        v.step(HeartbeatSeen(0, node, ONE))
+    v.step(HeartbeatSeen(950, nodes[0], ONE))
+    # Two of five are heard: this one is cut off, and says of nobody that he is dead.
+    effects = v.step(TimePassed(1_000))
+    assert {type(e) for e in effects} == {MemberSuspected} and len(effects) == 3
+    assert v.step(HeartbeatSeen(1_001, nodes[1], ONE)) == [MemberRecovered(nodes[1], ONE)]
+    v.step(HeartbeatSeen(1_001, nodes[0], ONE))
+    # Three of five are: the others are gone.
+    died = [e for e in v.step(TimePassed(1_002)) if isinstance(e, MemberDied)]
+    assert [e.node_id for e in died] == nodes[2:]

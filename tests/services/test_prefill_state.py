@@ -16,6 +16,7 @@ from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_services.errors import (
     EpochFencedError,
+    NodeDrainingError,
     NodeOverloadedError,
     PeerDiedError,
     RequestEndedError,
@@ -237,7 +238,7 @@ def test_refusals_say_why() -> None:
     m, _ = machine()
     m.draining = True
     (drained,) = of(m.step(ask()), ReplyFailed)
-    assert isinstance(drained.error, NodeOverloadedError)
+    assert isinstance(drained.error, NodeDrainingError)
 
 
 def test_a_higher_epoch_replaces_the_lower_one() -> None:

@@ -52,6 +52,8 @@ from kv_services.messages import Heartbeat, LifeIsOver, Load
 _log = logging.getLogger(__name__)
 _MS: Final = 1_000_000
 LEFT_STATE: Final = "left"
+STANDSTILL_BEATS: Final = 3
+"""A process that is this many of its own heartbeats late stood still: stopped, or without a processor."""
 _KV_ROLES: Final = frozenset((Role.PREFILL.value, Role.DECODE.value))
 """Roles between which a node may change while it runs."""
 M = TypeVar("M", bound=Message)
@@ -80,7 +82,11 @@ class ClusterView:
         self._role = role
         self._load = load
         self.roles = dict(peers)
-        self.view = MembershipView(settings.suspect_after_ms * _MS, settings.dead_after_ms * _MS)
+        self.view = MembershipView(
+            settings.suspect_after_ms * _MS,
+            settings.dead_after_ms * _MS,
+            standstill_ns=STANDSTILL_BEATS * settings.heartbeat_interval_ms * _MS,
+        )
         self._loads: dict[NodeId, Heartbeat] = {}
         self._listeners: list[Callable[[Effect], None]] = []
         self._gap_listeners: list[Callable[[NodeId], None]] = []

@@ -8,6 +8,9 @@ M1: a member is DEAD only after `dead_after_ns` without a sign of life, when a h
 M2: death is sticky: a dead incarnation never comes back, whatever arrives late; only a higher one does.
 M3: silence before the first sign of life is not death: such a member is UNSEEN.
 M4: being idle is not being silent: any heartbeat counts, whatever load it reports.
+M5: time in which this process itself stood still is nobody's silence: it could not have heard them.
+M6: no death is declared by who hears less than half of those he last heard of, himself counted: he is the one cut off.
+    They stay suspects, and are judged when enough are heard again. (Two that lose each other may both judge.)
 """
 
 from dataclasses import dataclass, field
@@ -121,12 +124,15 @@ class MembershipView:
     Args:
         suspect_after_ns: silence after which a member is suspected.
         dead_after_ns: silence after which its incarnation is dead; more than `suspect_after_ns`.
+        standstill_ns: time between two `TimePassed` from which on this process must have stood still; 0: it never does.
     """
 
     suspect_after_ns: int
     dead_after_ns: int
+    standstill_ns: int = 0
     members: dict[NodeId, Member] = field(default_factory=dict)
     _gone: dict[NodeId, Incarnation] = field(default_factory=dict)
+    _judged_ns: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.suspect_after_ns < self.dead_after_ns:
@@ -216,11 +222,23 @@ class MembershipView:
         member.liveness = Liveness.SUSPECT
         return [MemberSuspected(node_id, member.incarnation, max(0, now_ns - member.last_seen_ns))]
 
+    def _forgive_standstill(self, now_ns: int) -> None:
+        """Do not count as silence what passed since the last look, if nobody could be heard in it."""
+        since_ns = 0 if self._judged_ns is None else now_ns - self._judged_ns
+        self._judged_ns = now_ns
+        if self.standstill_ns and since_ns >= self.standstill_ns:
+            for member in self.members.values():
+                member.last_seen_ns = min(now_ns, member.last_seen_ns + since_ns)
+
     def _judge(self, now_ns: int) -> list[Effect]:
+        self._forgive_standstill(now_ns)
         effects: list[Effect] = []
+        living = [m for m in self.members.values() if m.liveness in (Liveness.ALIVE, Liveness.SUSPECT)]
+        heard = sum(1 for m in living if now_ns - m.last_seen_ns < self.dead_after_ns)
+        may_declare = 2 * (heard + 1) >= len(living) + 1
         for member in self.members.values():
             silent_ns = now_ns - member.last_seen_ns
-            if member.liveness in (Liveness.ALIVE, Liveness.SUSPECT) and silent_ns >= self.dead_after_ns:
+            if may_declare and member in living and silent_ns >= self.dead_after_ns:
                 member.liveness = Liveness.DEAD
                 cause = f"silent for {silent_ns // 1_000_000} ms"
                 effects.append(MemberDied(member.node_id, member.incarnation, cause))

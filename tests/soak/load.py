@@ -1,0 +1,82 @@
+"""Steady clients that hold every answer against the oracle, whole or not."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from kv_core.clock import SystemClock
+from tests.integration.helpers_integration import Answer, Fabric, expected, prompt
+
+SHARED = 96
+
+
+@dataclass
+class Tally:
+    """What came of all requests."""
+
+    requests: int = 0
+    right: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    longest_stall_s: float = 0.0
+
+
+class Load:
+    """`clients` clients that ask one request after the other until stopped."""
+
+    def __init__(self, fabric: Fabric, clients: int, count: int) -> None:
+        self.tally = Tally()
+        self._fabric = fabric
+        self._count = count
+        self._stopping = False
+        self._clock = SystemClock()
+        self._tasks = [asyncio.ensure_future(self._client(number)) for number in range(clients)]
+
+    async def stop(self) -> Tally:
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+        return self.tally
+
+    async def _client(self, number: int) -> None:
+        turn = 0
+        while not self._stopping:
+            turn += 1
+            shared = SHARED if turn % 3 else 0
+            tokens = prompt(10_000 * number + turn, 120 + (turn * 13 + number) % 80, shared)
+            await self._ask(tokens)
+            await asyncio.sleep(0.02)
+
+    async def _ask(self, tokens: tuple[int, ...]) -> None:
+        last_ns = self._clock.monotonic_ns()
+        said = b""
+
+        async def progress(text: bytes) -> None:
+            nonlocal last_ns, said
+            now_ns = self._clock.monotonic_ns()
+            self.tally.longest_stall_s = max(self.tally.longest_stall_s, (now_ns - last_ns) / 1e9)
+            last_ns, said = now_ns, text
+
+        self.tally.requests += 1
+        try:
+            answer = await self._fabric.stream(tokens, self._count, progress)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.tally.failed[type(error).__name__] += 1
+            answer = Answer(599, said)
+        await progress(answer.text)
+        self._judge(tokens, answer)
+
+    def _judge(self, tokens: tuple[int, ...], answer: Answer) -> None:
+        tally, want = self.tally, expected(tokens, self._count)
+        if not want.startswith(answer.text):
+            tally.wrong.append(f"{answer.text!r} is not the beginning of {want!r}")
+        elif answer.status == 200 and not answer.error:
+            if answer.text == want:
+                tally.right += 1
+            else:
+                tally.wrong.append(f"{answer.text!r} ended as if it were all of {want!r}")
+        elif answer.status != 599:
+            if not answer.is_clear_error():
+                tally.wrong.append(f"an error that says nothing: {answer}")
+            tally.failed[str(answer.error.get("code"))] += 1

@@ -1,0 +1,153 @@
+"""One run: load, faults by schedule, then peace, and what came of it."""
+
+import asyncio
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from kv_core.clock import SystemClock
+from tests.integration.helpers_integration import prompt, until
+from tests.soak.cluster import SoakCluster, soak_cluster
+from tests.soak.load import Load
+from tests.soak.schedule import Fault, schedule
+
+PEACE_S = 90.0
+_EVENT = re.compile(r"event kind=(\w+) ")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run."""
+
+    seed: int
+    seconds: float
+    clients: int = 4
+    prefill: int = 2
+    decode: int = 2
+    gap_s: float = 1.0
+    count: int = 16
+
+
+async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
+    """Run it; the report, whose `wrong`, `leaked` and `leftovers` must be 0."""
+    async with soak_cluster(folder, plan.seed, plan.prefill, plan.decode) as it:
+        load = Load(it.fabric, plan.clients, plan.count)
+        applied: Counter[str] = Counter()
+        skipped: Counter[str] = Counter()
+        faults = schedule(plan.seed, plan.seconds, it.fabric.kv_nodes, plan.gap_s)
+        clock = SystemClock()
+        began_ns = clock.monotonic_ns()
+        random = Random(f"{plan.seed}/faults")
+        for fault in faults:
+            await asyncio.sleep(max(0.0, fault.at_s - (clock.monotonic_ns() - began_ns) / 1e9))
+            say(f"{(clock.monotonic_ns() - began_ns) / 1e9:7.1f} s  {fault.kind} of {fault.victim}")
+            done = await _inflict(it, fault, random)
+            (applied if done else skipped)[fault.kind] += 1
+        left_s = plan.seconds - (clock.monotonic_ns() - began_ns) / 1e9
+        await asyncio.sleep(max(plan.gap_s, left_s))
+        tally = await load.stop()
+        leaked = await _peace(it)
+        recoveries = _recoveries(it)
+        flips = sum(conditions.flipped for conditions in it.network.data.values())
+        cluster = it.cluster
+    for one in tally.wrong[:5]:
+        say(f"wrong: {one}")
+    for one in leaked[:5]:
+        say(f"leaked: {one}")
+    return {
+        "seed": plan.seed,
+        "seconds": round(plan.seconds, 1),
+        "requests": tally.requests,
+        "right": tally.right,
+        "failed": dict(sorted(tally.failed.items())),
+        "wrong": len(tally.wrong),
+        "longest_stall_ms": round(tally.longest_stall_s * 1e3),
+        "faults": dict(sorted(applied.items())),
+        "skipped": dict(sorted(skipped.items())),
+        "flipped_in_transit": flips,
+        "recoveries": dict(sorted(recoveries.items())),
+        "leaked": len(leaked),
+        "leftovers": len(cluster.leftovers),
+    }
+
+
+async def _inflict(it: SoakCluster, fault: Fault, random: Random) -> bool:
+    """One fault from its beginning to its end; False when this machine cannot do it."""
+    victim, cluster = fault.victim, it.cluster
+    match fault.kind:
+        case "kill":
+            await cluster.kill(victim)
+            await asyncio.sleep(fault.hold_s)
+            await cluster.restart(victim)
+        case "restart":
+            await cluster.stop(victim)
+            await asyncio.sleep(fault.hold_s)
+            await cluster.restart(victim)
+        case "pause" | "freeze":
+            pid = cluster.pid(victim)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(fault.hold_s)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        case "partition":
+            it.network.isolate(victim, True)
+            await asyncio.sleep(fault.hold_s)
+            it.network.isolate(victim, False)
+        case "slow link":
+            it.network.data[victim].bytes_per_s = 64_000
+            await asyncio.sleep(fault.hold_s)
+            it.network.data[victim].bytes_per_s = 0
+        case "flip in transit":
+            for conditions in it.network.data.values():
+                conditions.flips += 2
+            await asyncio.sleep(fault.hold_s)
+            for conditions in it.network.data.values():
+                conditions.flips = 0
+        case "flip at rest":
+            flipped = it.disks.flip(victim, random, 64)
+            await asyncio.sleep(fault.hold_s)
+            return flipped > 0
+        case "full disk":
+            if not it.disks.can_fill(victim):
+                return False
+            it.disks.fill(victim)
+            await asyncio.sleep(fault.hold_s)
+            it.disks.empty(victim)
+        case _:
+            raise AssertionError(fault)
+    return True
+
+
+async def _peace(it: SoakCluster) -> list[str]:
+    """Wait until everybody knows everybody again and requests are right; what then still stays taken."""
+    fabric, names = it.fabric, {node.id for node in it.fabric.config.nodes}
+    for name in sorted(names):
+        await fabric.all_alive(name, names - {name})
+
+    async def right() -> bool:
+        tokens = prompt(999_999, 90)
+        return (await fabric.ask(tokens, 4)).is_right(tokens, 4)
+
+    await until(right, timeout_s=PEACE_S)
+    try:
+        await fabric.settle()
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def _recoveries(it: SoakCluster) -> Counter[str]:
+    """Recoveries by kind, as the processes' logs tell of them: one line an episode."""
+    found: Counter[str] = Counter()
+    for node in it.fabric.config.nodes:
+        found.update(_EVENT.findall(it.cluster.logs(node.id)))
+    return found
