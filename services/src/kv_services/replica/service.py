@@ -52,9 +52,9 @@ from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
 from kv_consistency.version_vector import CausalToken, Origin
+from kv_core.block_hashes import BlockHashes
 from kv_core.clock import Clock
 from kv_core.errors import KVError
-from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_core.wire import Message
@@ -220,7 +220,10 @@ class ReplicaService:
             self._hear(Tick(self._now()))
             self._drain()  # what stamping the bus's envelopes found wrong with clocks
             self._measure()
-            self._index.sweep()
+            more = True
+            while more and not self._closed.is_set():
+                more = self._index.sweep()
+                await asyncio.sleep(0)  # others have their turn between two slices
             try:
                 await asyncio.wait_for(self._closed.wait(), TICK_S)
             except TimeoutError:
@@ -499,9 +502,9 @@ class ReplicaService:
         holder = Holder(change.holder.node, change.holder.incarnation)
         match change:
             case ClaimsAdded(_, _, tier, _, hashes, checks):
-                self._index.stored(holder, pool_events.Tier(tier), list(map(BlockHash, hashes, checks)))
+                self._index.stored(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, checks))
             case ClaimsRemoved(_, _, tier, _, hashes):
-                self._index.removed(holder, pool_events.Tier(tier), [BlockHash(h, 0) for h in hashes])
+                self._index.removed(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, [0] * len(hashes)))
             case HolderDropped():
                 self._index.remove_holder(holder)
 
