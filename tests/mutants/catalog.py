@@ -1,7 +1,8 @@
-"""The faults. Each is one that somebody could make, or that another system had."""
+"""The faults, first those of metadata. Each is one that somebody could make, or that another system had."""
 
 from typing import Final
 
+from tests.mutants.catalog_blocks import POOL, TRANSFER
 from tests.mutants.mutant import Mutant
 
 _HLC: Final = "tests/consistency/test_hlc.py"
@@ -16,10 +17,6 @@ _MANAGER: Final = "tests/consistency/test_manager.py"
 _LIVES: Final = "tests/consistency/test_lives.py"
 _ENTRIES: Final = "tests/consistency/test_entries.py"
 _CATCHING_UP: Final = "tests/consistency/test_anti_entropy.py"
-_POOL: Final = "tests/prefix/test_block_pool.py"
-_TRANSFER: Final = "tests/transport/test_transfer_state.py"
-_PURE: Final = "tests/transport/test_transport_pure.py"
-_LEASE_ENDS: Final = "tests/transport/test_fetch.py::test_a_lease_ends_by_release_and_by_time"
 
 CLOCK: Final = (
     Mutant(
@@ -359,135 +356,6 @@ FENCING: Final = (
         self._over[origin] = now_ns
         """,
         (_LIVES,),
-    ),
-)
-
-POOL: Final = (
-    Mutant(
-        "pool: a slot handed out again keeps its generation",
-        "kv_prefix.slots",
-        "self.generation[slot] += 1",
-        "",
-        (_POOL,),
-    ),
-    Mutant(
-        "pool: an ancestor of what is held may be evicted",
-        "kv_prefix.slots",
-        """
-            self._busy_children[parent] += 1
-            if self.refs[parent] or self._busy_children[parent] > 1:
-                return
-            slot = parent
-        """,
-        """
-            return
-        """,
-        (_POOL,),
-    ),
-    Mutant(
-        "pool: tokens are not compared",
-        "kv_prefix.matching",
-        "and slots.tokens[slot] == tokens",
-        "",
-        (_POOL,),
-    ),
-    Mutant(
-        "pool: an ended lease can be renewed",
-        "kv_prefix.pins",
-        "if hold is None or hold.receipt.owner != receipt.owner or not (hold.receipt.until_ns or 0) > now_ns:",
-        "if hold is None or hold.receipt.owner != receipt.owner or hold.receipt.until_ns is None:",
-        (_POOL,),
-    ),
-    Mutant(
-        "pool: a lease ends at its old time after renewal",
-        "kv_prefix.pins",
-        "if hold is not None and hold.receipt.until_ns == until_ns:",
-        "if hold is not None:",
-        (_POOL,),
-    ),
-    Mutant(
-        "pool: a forked block is written in place",
-        "kv_prefix.block_pool",
-        "if self._slots.refs[source] > 1 or self._slots.committed[source]:",
-        "if self._slots.committed[source]:",
-        (_POOL,),
-    ),
-)
-
-TRANSFER: Final = (
-    Mutant(
-        "transfer: memory is released while a unit is in flight",
-        "kv_transport.transfer_state",
-        """
-        if self._flying:
-            # The caller has its answer, the memory stays pinned until the transport lets go.
-        """,
-        """
-        if self._flying > 1:
-        """,
-        (_TRANSFER,),
-    ),
-    Mutant(
-        "transfer: done before the last unit may come",
-        "kv_transport.transfer_state",
-        "if not self._sealed or self.units_left:",
-        "if self.units_left:",
-        (_TRANSFER,),
-    ),
-    Mutant(
-        "transfer: bad bytes are tried for ever",
-        "kv_transport.transfer_state",
-        "if attempt > limits.CHECKSUM_RETRIES_MAX:",
-        "if attempt > 1 << 20:",
-        (_TRANSFER,),
-    ),
-    Mutant(
-        "transfer: a new link sends again what has arrived",
-        "kv_transport.transfer_state",
-        "effects = self._requeue(tuple(unit for unit in parked if unit not in arrived))",
-        "effects = self._requeue(tuple(parked))",
-        (_TRANSFER,),
-    ),
-    Mutant(
-        "transfer: the first unit to end frees the others' memory",
-        "kv_transport.transfer_state",
-        """
-        self._flying -= 1
-        if self._flying:
-            return []
-        """,
-        """
-        self._flying -= 1
-        """,
-        (_TRANSFER,),
-    ),
-    Mutant(
-        "replay: a nonce is accepted twice",
-        "kv_transport.replay",
-        "self._seen |= bit",
-        "",
-        (_PURE,),
-    ),
-    Mutant(
-        "replay: what is too old to know is accepted",
-        "kv_transport.replay",
-        "if -ahead >= limits.REPLAY_WINDOW or self._seen & bit:",
-        "if self._seen & bit:",
-        (_PURE,),
-    ),
-    Mutant(
-        "lease: its time does not end it",
-        "kv_transport.leases",
-        "self._timers[ticket] = self._loop.call_later(lease_ms / 1000, partial(self.release, ticket))",
-        "self._timers[ticket] = self._loop.call_later(lease_ms * 1000, partial(self.release, ticket))",
-        (_LEASE_ENDS,),
-    ),
-    Mutant(
-        "lease: readers may go on after its release",
-        "kv_transport.leases",
-        "self._table.end(ticket)",
-        "",
-        (_LEASE_ENDS,),
     ),
 )
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.mutants.__main__ import judge, judge_all, main
-from tests.mutants.catalog import CLOCK, FENCING, HOLDERS, LOG, MUTANTS, POOL, TRANSFER, VECTORS
+from tests.mutants.catalog import CLOCK, FENCING, HOLDERS, LOG, MUTANTS, VECTORS
+from tests.mutants.catalog_blocks import POOL, TRANSFER
 from tests.mutants.mutant import Mutant, StaleMutantError, patched, source_of
 
 
