@@ -30,17 +30,24 @@ class Run:
 class Cells:
     """Cells in order: offset on our side, offset on the peer's, length. Not to be changed."""
 
-    __slots__ = ("_tables", "local", "nbytes", "remote", "sizes")
+    __slots__ = ("_runs", "_tables", "local", "nbytes", "remote", "sizes")
 
     def __init__(self, local: IntArray, remote: IntArray, sizes: IntArray) -> None:
         self.local: Final = local
         self.remote: Final = remote
         self.sizes: Final = sizes
         self.nbytes: Final = int(sizes.sum())
+        self._runs: list[int] = []
         self._tables: dict[bool, tuple[IntArray, list[tuple[int, int]]]] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def remote_runs(self) -> list[int]:
+        """Flat pairs of offset and length on the peer's side, made once."""
+        if not self._runs:
+            self._runs = np.stack((self.remote, self.sizes), axis=1).ravel().tolist()
+        return self._runs
 
     def table(self, *, into_local: bool) -> tuple[IntArray, list[tuple[int, int]]]:
         """What a copy needs, made once: `(n, 3)` of destination, source and length, and which cells make up each

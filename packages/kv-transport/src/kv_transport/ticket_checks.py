@@ -1,5 +1,6 @@
 """What is checked of a unit before any memory is touched for it: positions, generations, checksums, runs."""
 
+from operator import add
 from typing import cast
 
 import numpy as np
@@ -51,8 +52,10 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     if not runs or len(runs) % 2 or len(runs) > 2 * limits.CELLS_PER_UNIT_MAX:
         raise FrameRefused(peer=str(peer), reason=f"{len(runs)} numbers of runs")
     offsets, sizes = runs[0::2], runs[1::2]
-    for offset, size in zip(offsets, sizes, strict=True):
-        check_piece(XferDesc(region=RegionId(head.region), offset=offset, nbytes=size), nbytes)
+    ends = list(map(add, offsets, sizes))
+    if min(sizes) < 1 or min(offsets) < 0 or max(ends) > nbytes:
+        for offset, size in zip(offsets, sizes, strict=True):  # which one it is
+            check_piece(XferDesc(region=RegionId(head.region), offset=offset, nbytes=size), nbytes)
     if sum(sizes) > limits.UNIT_BYTES_MAX:
         raise FrameRefused(peer=str(peer), reason=f"a unit of {sum(sizes)} bytes")
     return offsets, sizes

@@ -107,7 +107,7 @@ class Unit:
             runs: list[int] = []
         else:
             header = plain_header(len(sizes), nonce, checksum)
-            runs = [number for pair in zip(self.cells.remote.tolist(), sizes, strict=True) for number in pair]
+            runs = self.cells.remote_runs()
         return UnitHead(
             ticket=self.ticket.ticket if self.ticket is not None else 0,
             region=self.region,
