@@ -303,8 +303,11 @@ async def test_a_purge_empties_memory_and_disk_and_what_comes_later_stays(node: 
 async def test_a_purge_during_a_load_leaves_nothing_behind(node: Node) -> None:
     tokens = await evicted(node)
     node.medium.gate.clear()
+    before = node.medium.reads
     load = asyncio.get_running_loop().create_task(node.promote(tokens))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        while node.medium.reads == before:  # noqa: ASYNC110 - a thread begins it
+            await asyncio.sleep(0.005)
     node.replica.purge([NS.digest])
     node.tiers.tick()
     node.medium.gate.set()

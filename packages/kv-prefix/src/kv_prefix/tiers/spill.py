@@ -149,7 +149,11 @@ class SpillQueue:
         end = event.first_block_idx + count
         extras_of = extras_by_block(event.extras, event.first_block_idx, end, self.pool.block_size)
         parent = event.parent.sequence if event.parent is not None else b""
-        digest = self._known[parent][0] if parent else event.namespace
+        known = self._known.get(parent) if parent else (event.namespace, 0)
+        if known is None:
+            # The pool tells of a parent before its children, so the parent was told before this queue was made.
+            return
+        digest = known[0]
         scopes, epoch = self.scopes_of(event.namespace)
         for i, name in enumerate(event.block_hashes):
             tokens = event.tokens[i * nbytes : (i + 1) * nbytes]
