@@ -9,13 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kv_core.errors import MissingExtraError
+from kv_core.errors import KVError, MissingExtraError
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_transport import TransferAgent, TransportConfig
+from kv_transport.auth import SessionKeys
 from kv_transport.backends import ucx as ucx_module
 from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices, network_devices, open_binding, parse_devices
-from kv_transport.errors import BackendUnavailable
+from kv_transport.backends.ucx_wire import UcxConnection, split, unpack_hello, unpack_reply
+from kv_transport.errors import AuthenticationFailed, BackendUnavailable, FrameRefused
 from tests.transport.helpers_transport import SMALL, config, eventually, introduce, node, pair
 
 INFO = """#
@@ -202,3 +206,48 @@ def test_the_binding_is_not_loaded_before_it_is_asked_for() -> None:
 
     code = "import kv_transport, sys; assert 'ucxx' not in sys.modules and 'ucp' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def two_ends() -> tuple[UcxConnection, UcxConnection, list[bytes]]:
+    """A connection's two ends without a network: what the first one sends is in the list, head included."""
+    sent: list[bytes] = []
+    keys = SessionKeys(to_owner=b"o" * 32, to_initiator=b"i" * 32)
+    ends = [UcxConnection(None, 1, lambda cause: None) for _ in range(2)]  # type: ignore[arg-type]
+    for end, initiator in zip(ends, (True, False), strict=True):
+        end.secure(keys, initiator=initiator)
+        end._endpoint_open = True
+        end._message = sent.append  # type: ignore[method-assign, assignment]
+    return ends[0], ends[1], sent
+
+
+def test_a_frame_that_was_changed_repeated_or_left_out_ends_the_connection() -> None:
+    def opened(order: list[int], damage: int | None = None) -> list[bytes]:
+        here, there, sent = two_ends()
+        for number in range(4):
+            here.send(f"frame {number}".encode())
+        bodies = [bytearray(split(sent[number])[2]) for number in order]
+        if damage is not None:
+            bodies[-1][damage] ^= 1
+        return [bytes(there.open_frame(memoryview(body), "peer")) for body in bodies]
+
+    assert opened([0, 1, 2, 3]) == [b"frame 0", b"frame 1", b"frame 2", b"frame 3"]
+    for order, damage in [([0, 0], None), ([1], None), ([0, 2], None), ([0, 1], 0), ([0, 1], 15), ([0, 1], 20)]:
+        with pytest.raises(FrameRefused, match="MAC"):
+            opened(order, damage)
+    here, _, sent = two_ends()
+    here.send(b"to the owner")
+    with pytest.raises(FrameRefused, match="MAC"):
+        here.open_frame(split(sent[0])[2], "peer")  # reflected to who sent it
+
+
+@given(st.binary(max_size=300))
+def test_whatever_arrives_is_taken_apart_or_refused(data: bytes) -> None:
+    for take_apart in (
+        lambda: split(data),
+        lambda: unpack_hello(memoryview(data)),
+        lambda: unpack_reply(memoryview(data)),
+    ):
+        try:
+            take_apart()
+        except KVError as error:
+            assert isinstance(error, FrameRefused | AuthenticationFailed)
