@@ -28,3 +28,6 @@ DEFAULT_MIN_MATCH_TOKENS: Final = 128
 
 DEFAULT_LEASE_NS: Final = 30_000_000_000
 """A read lease lasts 30 s unless renewed: the slowest pull of one prompt over a 1 Gb/s link."""
+
+MAX_IN_FLIGHT_BLOCKS: Final = 262_144
+"""Announced blocks that are not ready yet: four million tokens of prompts in computation at once."""

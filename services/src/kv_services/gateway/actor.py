@@ -17,7 +17,7 @@ from kv_bus.interface import Bus, Reply, Request
 from kv_consistency.update import OwnerEpoch
 from kv_core.clock import Clock
 from kv_core.errors import KVError, RetryableError, error_from_wire
-from kv_core.hashing import BlockHash, hash_tokens, token_bytes
+from kv_core.hashing import hash_packed, token_bytes
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_core.wire import Message
@@ -143,7 +143,7 @@ class RequestActor(Actor[Event, Effect]):
         self._request = request
         self._on_end = on_end
         self._namespace = ctx.namespace(request)
-        self._hashes: list[BlockHash] = hash_tokens(self._namespace, request.prompt_token_ids)
+        self._hashes = hash_packed(self._namespace, request.prompt_token_ids)
         self._confirmed: list[int] = []
         self._unread: deque[Token] = deque()
         self._figures = _Figures()
