@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from kv_core.block import BlockGeometry, BlockRef, Layout
+from kv_core.clock import SystemClock
 from kv_core.dtypes import DType
 from kv_core.ids import RequestId
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import Access, XferDesc, XferOp
 from kv_transport.backends import wire_form
+from kv_transport.codec_rates import CodecRates
 from kv_transport.codecs import Codec, decode_cell, encode_cell, encoded_cell_nbytes
 from kv_transport.config import TransportName
 from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, GeometryMismatch, GrantRefused
@@ -295,6 +297,25 @@ async def test_a_payload_that_was_damaged_on_its_way_is_sent_again(
         expected = sender.content(source)
         assert receiver.content(target) == (expected if codec.lossless else through(codec, SMALL, expected))
         assert receiver.agent.stats().checksum_failures == 2
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+async def test_nothing_is_decoded_before_it_was_verified(codec: Codec, tmp_path: Path) -> None:
+    async with pair("tcp", tmp_path) as (sender, receiver):
+        (source,), (target,) = fill(sender, 1, seed=14), receiver.blocks(1)
+        rates, nbytes = CodecRates(SystemClock()), SMALL.slot_layer_nbytes
+        offset = sender.arena.shape.offset(source.slot, 0)
+        sent = wire_form.Place(sender.arena, [offset], [nbytes], SMALL)
+        form = wire_form.write_form(codec, sent, [int(sender.arena.checks[0, source.slot])], rates, "me")
+        place = wire_form.Place(receiver.arena, [receiver.arena.shape.offset(target.slot, 0)], [nbytes], SMALL)
+        for damaged in (True, False):
+            payload = bytearray(b"".join(form.parts))
+            payload[3] ^= damaged
+            arrival = wire_form.Arrival(codec, place, [True], len(payload), lambda: False, "peer")
+            arrival.sink.feed(memoryview(payload))
+            checks, _ = arrival.finish(form.checks, rates)
+            assert (checks == form.checks) is not damaged
+            assert (receiver.content([target])[0] == bytes(nbytes)) is damaged
 
 
 # Fallback and choice.

@@ -7,8 +7,9 @@ import pytest
 from kv_core.ids import NodeId, RequestId
 from kv_transport import TransferPriority
 from kv_transport.backends.base import Link
-from kv_transport.errors import ConnectionLost, TransferCancelled
+from kv_transport.errors import ConnectionLost, GrantRefused, TransferCancelled
 from kv_transport.frames import Acked, Fence, FromOwner
+from kv_transport.types import PeerName
 from tests.transport.helpers_transport import LARGE, SMALL, Node, eventually, pair
 
 REQUEST = RequestId("request-1")
@@ -159,3 +160,32 @@ async def test_at_the_cap_on_quarantine_a_writer_is_offered_tcp_only(
         with pytest.raises(TransferCancelled):
             await inbound.done()
         await handover.cancel()
+
+
+class LateSession:
+    """A link of the same writer that broke before its question was read."""
+
+    scheme = "tcp"
+    one_sided = may_lag = False
+
+    def __init__(self, peer: PeerName) -> None:
+        self.peer = peer
+
+    def supersede(self) -> None: ...
+
+    def send_fence(self, ticket: int) -> None: ...
+
+
+async def test_what_a_broken_link_asks_late_takes_nothing_over(tmp_path: Path) -> None:
+    async with pair("tcp", tmp_path) as (sender, receiver):
+        source, target = sender.filled(2, seed=5), receiver.blocks(2)
+        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=16)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        handover.submit(0, source)
+        await eventually(lambda: 0 not in handover.missing_layers)
+        with pytest.raises(GrantRefused, match="come back by another link"):
+            receiver.agent.ledger.open(LateSession(sender.agent.name), grant.ticket, attempt=0)
+        for layer in range(1, SMALL.num_layers):
+            handover.submit(layer, source)
+        await handover.finish(20_000)
+        assert receiver.content(target) == sender.content(source)
