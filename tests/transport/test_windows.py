@@ -20,9 +20,9 @@ UNIT_BYTES = 4096
 UNITS = SMALL.num_layers * BLOCKS * SMALL.slot_layer_nbytes // UNIT_BYTES
 
 
-@pytest.mark.parametrize("window", [1, 3])
-async def test_a_window_of_units_is_on_its_way_before_the_first_answer(tmp_path: Path, window: int) -> None:
+async def test_a_window_of_units_is_on_its_way_before_the_first_answer(tmp_path: Path) -> None:
     """The peer is stopped, so nothing is answered: what waits for it is the window, and no more than the window."""
+    window = 3
     settings = config("tcp", tmp_path / "sockets", window_size=window, unit_bytes=UNIT_BYTES)
     async with (
         node("prefill", settings) as me,
