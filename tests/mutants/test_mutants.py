@@ -34,6 +34,7 @@ def test_a_fault_that_does_not_fit_is_refused() -> None:
     assert inner == "def f():\n    pass\n"
 
 
+@pytest.mark.timeout(600)
 def test_a_fault_is_caught_by_a_test_that_passes_without_it() -> None:
     test = "tests/consistency/test_version_vector.py::test_comparison_is_inclusion_of_the_dots_covered"
     lines: list[str] = []
@@ -49,6 +50,7 @@ def test_the_command_lists_and_finds_faults_by_a_part_of_their_names(capsys: pyt
         main(["no such fault"])
 
 
+@pytest.mark.timeout(600)
 def test_what_no_test_notices_survives_and_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real fault, under tests that do not look there."""
     overlooked = replace(VECTORS[1], tests=("tests/consistency/test_replication.py",))
