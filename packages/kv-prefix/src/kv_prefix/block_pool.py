@@ -33,6 +33,7 @@ from kv_prefix.eviction import EvictionPolicy, make_eviction_policy
 from kv_prefix.matching import continue_partially, extras_by_block, stored_digest, walk
 from kv_prefix.pins import Hold, HoldInfo, HoldKind, HoldTable, Receipt, Tail
 from kv_prefix.pool_types import CopyBlock, Lease, Opened, PartialMatch, PoolMatch, PoolStats
+from kv_prefix.retention import RetentionPolicy
 from kv_prefix.slots import ROOT, SlotTable
 
 
@@ -65,7 +66,9 @@ class BlockPool:
             raise InvalidRequestError(name="block_size", value=block_size, rule="need at least 1")
         self._region = region
         self._pin_quota = num_slots // 2 if pin_quota is None else pin_quota
-        self._slots = SlotTable(num_slots, block_size, policy or make_eviction_policy("adaptive", num_slots))
+        chosen = policy or make_eviction_policy("adaptive", num_slots)
+        self._retention = RetentionPolicy(chosen, num_slots)
+        self._slots = SlotTable(num_slots, block_size, self._retention)
         self._holds = HoldTable()
         self._operator_pins: dict[int, int] = {}
         self._outcomes = dict.fromkeys(Outcome, 0)
@@ -323,8 +326,19 @@ class BlockPool:
         """
         return self._holds.renew(receipt, now_ns=now_ns, until_ns=until_ns)
 
+    def retain(self, match: PoolMatch, *, priority: int, until_ns: int) -> None:
+        """Evict the full blocks of a match after all that nobody retains, until `until_ns`; lowest priority first.
+
+        Raises:
+            InvalidRequestError: a priority outside 0 to 100, or no time.
+            StaleMatchError: a matched block was evicted since.
+        """
+        for slot in self._resolve_match(match):
+            self._retention.retain(slot, priority, until_ns)
+
     def expire(self, now_ns: int) -> list[Receipt]:
-        """End every lease whose time has passed; returns them."""
+        """End every lease and every retention whose time has passed; returns the leases."""
+        self._retention.expire(now_ns)
         expired = self._holds.take_expired(now_ns)
         for hold in expired:
             self._let_go(hold)
@@ -421,6 +435,7 @@ class BlockPool:
             collisions=self._outcomes[Outcome.COLLIDED],
             orphaned=self._outcomes[Outcome.ORPHANED],
             copies=self._num_copies,
+            retained=self._retention.num_retained,
         )
 
     def check(self) -> None:

@@ -20,6 +20,7 @@ class PoolStats:
         collisions: blocks not shared because other content holds their hash.
         orphaned: blocks not shared because their parent no longer was (purged or dropped meanwhile).
         copies: copy-on-write copies asked for.
+        retained: blocks that requests asked to keep for a while.
     """
 
     total: int
@@ -33,6 +34,7 @@ class PoolStats:
     collisions: int
     orphaned: int
     copies: int
+    retained: int = 0
 
 
 @dataclass(frozen=True, slots=True)
