@@ -69,7 +69,7 @@ tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
 mutants: setup ## Break the code on purpose, one fault at a time; every one must be caught (MUTANTS=clock)
 	@$(BIN)/python -m tests.mutants $(MUTANTS)
 
-soak: setup ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
+soak-transport: setup ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
 	@KV_SOAK_SEED=$(SEED) KV_SOAK_TRANSFERS=$(TRANSFERS) $(BIN)/pytest -q -s tests/transport/test_random_faults.py
 
 docs: setup ## Write the reference pages of the manual from the code, then check every link
@@ -82,4 +82,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench bench-peers sim soak tiers mutants docs clean
+.PHONY: help setup demo test check bench bench-peers sim soak soak-transport tiers mutants docs clean

@@ -1,7 +1,7 @@
 """Random transfers with a peer process that is killed, stopped and restarted at random points.
 
 Every one ends in right bytes or in a typed error within its deadline, and nothing is left of any of them. A failure
-prints its seed; `make soak SEED=... TRANSFERS=...` runs it again, or for longer.
+prints its seed; `make soak-transport SEED=... TRANSFERS=...` runs it again, or for longer.
 """
 
 import asyncio
