@@ -23,6 +23,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import Report, Samples, compare, paired_ratio
+from bench.prefix_cases.disk_tier import disk_tier_cases
 from kv_core.hashing import BlockHashes, hash_packed, hash_tokens
 from kv_core.ids import Incarnation, NodeId
 from kv_core.namespace import Namespace
@@ -309,6 +310,8 @@ def main() -> int:
     removal(report, 1_000_000 // scale)
     many_holders(report, 100_000 // scale)
     eviction(report, 200_000 // scale)
+    for case in disk_tier_cases(options.rounds):
+        report.add(case)
     return report.finish(options.json)
 
 

@@ -66,6 +66,17 @@ class DiskShape:
         return 256 + 4 * self.block_size + 8 * self.num_layers
 
 
+class _Piece:
+    """One call's buffers, and which layers of which items they are: (index in items, first layer, buffers)."""
+
+    __slots__ = ("buffers", "offset", "parts")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.buffers: list[memoryview] = []
+        self.parts: list[tuple[int, int, Cells]] = []
+
+
 class DiskStore:
     """One folder, open. `open` makes it; end it with `close`."""
 
@@ -122,8 +133,8 @@ class DiskStore:
         """
         self.forget(forget)
         try:
-            for offset, cells in self._pieces(items, WRITE_PIECE_BYTES):
-                _write_all(self._blocks, [cell for _, _, cell in cells], offset)
+            for piece in self._pieces(items, WRITE_PIECE_BYTES):
+                _write_all(self._blocks, piece.buffers, piece.offset)
         except OSError as error:
             raise self._translate("blocks", error) from error
         records = [(item.place, manifest.frame(manifest.Stored(item.place, item.block))) for item, _ in items]
@@ -147,12 +158,14 @@ class DiskStore:
         """Read blocks into their buffers; per block, whether all its bytes are there and are what was sealed."""
         checks = [item.block.layer_checks() for item, _ in items]
         sound = [True] * len(items)
-        for offset, cells in self._pieces(items, READ_PIECE_BYTES):
-            got = _read_all(self._blocks, [cell for _, _, cell in cells], offset)
-            for index, layer, cell in cells:
+        for piece in self._pieces(items, READ_PIECE_BYTES):
+            got = _read_all(self._blocks, piece.buffers, piece.offset)
+            for index, first_layer, cells in piece.parts:
+                got -= len(cells) * self._shape.layer_nbytes
                 # Right after they came: the bytes are still in the processor's cache.
-                got -= len(cell)
-                sound[index] &= got >= 0 and crc64(cell) == checks[index][layer]
+                expected = checks[index][first_layer : first_layer + len(cells)]
+                if got < 0 or tuple(map(crc64, cells)) != expected:
+                    sound[index] = False
         return sound
 
     def clear(self) -> None:
@@ -255,27 +268,29 @@ class DiskStore:
             except OSError as error:
                 raise self._translate("manifest", error) from error
 
-    def _pieces(
-        self, items: Sequence[tuple[PlacedBlock, Cells]], piece_nbytes: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, memoryview]]]]:
-        """The layers of blocks in order of place, cut into calls: (offset, [(index in items, layer, bytes)])."""
-        layer_nbytes = self._shape.layer_nbytes
+    def _pieces(self, items: Sequence[tuple[PlacedBlock, Cells]], piece_nbytes: int) -> Iterator[_Piece]:
+        """The layers of blocks in order of place, cut into calls."""
+        layer_nbytes, num_layers = self._shape.layer_nbytes, self._shape.num_layers
         most = max(1, min(IOV_MAX, piece_nbytes // layer_nbytes))
-        start = following = -1
-        piece: list[tuple[int, int, memoryview]] = []
+        piece = _Piece(-1)
+        end = -1
         for index in sorted(range(len(items)), key=lambda index: items[index][0].place):
             item, cells = items[index]
-            offset = item.place * self._shape.block_nbytes
-            for layer, cell in enumerate(cells):
-                if offset != following or len(piece) >= most:
-                    if piece:
-                        yield start, piece
-                    start, piece = offset, []
-                piece.append((index, layer, cell))
-                offset += layer_nbytes
-                following = offset
-        if piece:
-            yield start, piece
+            start = item.place * self._shape.block_nbytes
+            layer = 0
+            while layer < num_layers:
+                offset = start + layer * layer_nbytes
+                if offset != end or len(piece.buffers) == most:
+                    if piece.buffers:
+                        yield piece
+                    piece = _Piece(offset)
+                part = cells[layer : layer + most - len(piece.buffers)]
+                piece.buffers.extend(part)
+                piece.parts.append((index, layer, part))
+                layer += len(part)
+                end = offset + len(part) * layer_nbytes
+        if piece.buffers:
+            yield piece
 
     def _translate(self, what: str, error: OSError) -> TierFullError | TierIOError:
         where = str(self._folder / what)
@@ -296,9 +311,13 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _move_all(
-    move: Callable[[int, list[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+    move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
 ) -> int:
     """Go on after short reads and writes; the number of bytes moved."""
+    nbytes = sum([buffer.nbytes for buffer in buffers])
+    if len(buffers) <= IOV_MAX and move(fd, buffers, offset) == nbytes:
+        return nbytes
+    # Rare: begin again, keeping account of where it stops.
     total = at = 0
     left = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers]
     while at < len(left):
