@@ -226,6 +226,7 @@ async def running(
     tenants: Sequence[TenantConfig] = (),
     operator_keys: Sequence[str] = (),
     tiers: TiersSection | None = None,
+    tls_folder: str = "",
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
     with PortReservation() as ports:
@@ -236,8 +237,11 @@ async def running(
             slots=slots,
             monitor=monitor,
             limits=limits or LimitsSection(request_timeout_s=60.0),
-            # The name is checked by the launcher.
-            transport=TransportSection(backend=backend, allow_ucx=backend == "ucx"),  # type: ignore[arg-type]
+            transport=TransportSection(
+                backend=backend,  # type: ignore[arg-type]  # checked by the launcher
+                allow_ucx=backend == "ucx",
+                tls_folder=tls_folder,
+            ),
             tenants=tenants,
             tiers=tiers,
             model=MODEL,

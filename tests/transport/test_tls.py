@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
-import subprocess
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,32 +15,12 @@ from kv_transport import TransportConfig
 from kv_transport.config import TlsConfig
 from kv_transport.errors import AuthenticationFailed, BackendUnavailable, ConnectionLost, NoTransport
 from tests.transport.helpers_proxy import proxied
+from tests.transport.helpers_tls import OPENSSL, authority, certificate
 from tests.transport.helpers_transport import LARGE, Node, eventually, introduce, node
 
-OPENSSL = shutil.which("openssl")
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates, and is not on this machine")
 REQUEST = RequestId("request-1")
 COUNT = 4
-EC = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-
-
-def openssl(folder: Path, *arguments: str) -> None:
-    assert OPENSSL is not None
-    subprocess.run([OPENSSL, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def authority(folder: Path) -> Path:
-    folder.mkdir()
-    openssl(folder, "req", "-x509", *EC, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=authority")
-    return folder
-
-
-def certificate(folder: Path, name: str) -> TlsConfig:
-    """Signed by the authority of that folder."""
-    openssl(folder, "req", *EC, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-    signing = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
-    openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
-    return TlsConfig(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
 
 
 @pytest.fixture(scope="module")
