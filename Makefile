@@ -57,7 +57,7 @@ bench-peers: setup ## Install other transfer engines, each by itself, and measur
 	@$(BIN)/python bench/peers/install.py $(PEERS)
 	@$(BIN)/python bench/transport.py --case peers $(BENCH_ARGS)
 
-sim: setup ## Simulate a cluster's metadata under seeded faults (SEED=1 SEEDS=1)
+sim: setup ## Simulate a whole cluster under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
 soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON

@@ -10,6 +10,7 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.pins import Receipt
 from kv_services.gateway.actor import RequestActor
 from kv_services.replica.service import ReplicaService
+from kv_services.sim.chaos import KINDS
 from kv_services.sim.world import SimulationFailedError, simulate
 from kv_transport.backends.memory import MemoryLink
 
@@ -19,9 +20,11 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
 
 
-def _caught(seed: int, seconds: float) -> str:
-    with pytest.raises(SimulationFailedError, match=f"repeat it with: make sim SEED={seed}") as caught:
-        simulate(seed, seconds=seconds)
+def _caught(seed: int, seconds: float, kinds: tuple[str, ...] = KINDS) -> str:
+    only = "" if kinds == KINDS else "".join(f" --only '{kind}'" for kind in kinds)
+    command = f"kvctl sim --seed {seed} --seconds {seconds:g} --nodes 5{only}"
+    with pytest.raises(SimulationFailedError, match=f"repeat it with: {command}$") as caught:
+        simulate(seed, seconds=seconds, kinds=kinds)
     return str(caught.value)
 
 
@@ -49,7 +52,7 @@ def test_a_replica_that_lets_ended_requests_be_read(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timeout(300)
 def test_a_reader_that_takes_torn_bytes_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryLink, "_compare", lambda self, unit, checks, expected: None)
-    assert "offers wrong bytes" in _caught(3, 30.0)
+    assert "offers wrong bytes" in _caught(8, 5.0, ("torn units",))
 
 
 @pytest.mark.timeout(300)

@@ -95,6 +95,8 @@ def test_the_oracle_remembers_what_a_former_life_stamped() -> None:
     assert not oracle.refused
     oracle.stamped(oracle.begin_life(A), 100, 0)
     assert "had heard of (100, 1)" in str(oracle.refused[0])
+    oracle.stamped(oracle.begin_life(A, forgot=True), 50, 0)
+    assert len(oracle.refused) == 1
 
 
 def _oracle(*ops: EntryWritten) -> CausalOracle:

@@ -1,8 +1,9 @@
 """What one process keeps on disk between its lives: its incarnation and the bound of its clock.
 
 A life file is written to a temporary name, synced and renamed, so that it is whole at any instant, and carries its own
-checksum: a bound that a flipped bit made lower would let stamps go back. Losing it costs nothing but a higher jump of
-the incarnation, which then starts from the wall clock.
+checksum: a bound that a flipped bit made lower would let stamps go back. Losing it costs a higher jump of the
+incarnation, which then starts from the wall clock, and where that was set back meanwhile the order of the former life's
+stamps and the first ones of the next.
 """
 
 import os

@@ -240,10 +240,11 @@ def sim(
     seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="Virtual seconds under faults, for each seed.")] = 60.0,
     nodes: Annotated[int, typer.Option(min=3, max=32, help="Nodes of the simulated cluster.")] = 5,
+    only: Annotated[list[str] | None, typer.Option(help="A kind of fault, such as 'crash'; may be repeated.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes to run in; 0: one for each core.")] = 0,
     json: Json = False,
 ) -> int:
-    """Run the cluster's metadata under seeded faults in virtual time, and check it all along."""
+    """Run a whole cluster under seeded faults in virtual time, and check it all along."""
     from kv_services.kvctl.sim import default_jobs, run
 
-    return run(seed, seeds, seconds, nodes, json, jobs or default_jobs())
+    return run(seed, seeds, seconds, nodes, tuple(only or ()), json, jobs or default_jobs())

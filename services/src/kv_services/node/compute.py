@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -64,12 +64,20 @@ class ComputeThread:
 
     def run(self, call: Callable[[], T]) -> "Future[T]":
         """See `Compute.run`."""
-        return wrap_future(self._executor.submit(call))
+        future = wrap_future(self._executor.submit(call))
+        future.add_done_callback(outcome_is_seen)
+        return future
 
     async def close(self) -> None:
         """See `Compute.close`."""
         shutdown = partial(self._executor.shutdown, wait=True, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(None, shutdown)
+
+
+def outcome_is_seen(done: "Future[Any]") -> None:
+    """For a call whose caller may have gone, its role being closed: what it failed with is then nobody's news."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _PrefillHooks:

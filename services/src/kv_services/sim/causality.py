@@ -71,9 +71,10 @@ class CausalOracle:
 
     # O1.
 
-    def begin_life(self, node: NodeId) -> LifeHistory:
-        """A life begins: its former lives are in its past, since they were before it at the same place."""
-        return LifeHistory(node, {node: len(self._stamps.get(node, ()))})
+    def begin_life(self, node: NodeId, forgot: bool = False) -> LifeHistory:
+        """A life begins. Its former lives are in its past, since they were before it at the same place; not so when it
+        `forgot` them, its disk having been cleared: nothing on the machine knows of them any more."""
+        return LifeHistory(node, {} if forgot else {node: len(self._stamps.get(node, ()))})
 
     def stamped(self, life: LifeHistory, wall_ns: int, logical: int) -> None:
         """That life gave out a stamp."""

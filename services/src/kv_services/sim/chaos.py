@@ -4,7 +4,7 @@ Faults overlap, and end in another order than they began. After `heal` nothing i
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Final
@@ -57,7 +57,9 @@ class Chaos:
         transfers: TransferNetwork,
         loop: SimLoop,
         clock: Clock,
+        kinds: Sequence[str] = KINDS,
     ) -> None:
+        self._kinds = kinds
         self._random = rng
         self._nodes = {node.name: node for node in nodes}
         self._network = network
@@ -73,7 +75,7 @@ class Chaos:
         """Begin one fault after the other, until cancelled."""
         while True:
             await asyncio.sleep(0.2 + self._random.random() * 1.3)
-            kind = self._random.choice(KINDS)
+            kind = self._random.choice(self._kinds)
             self.counts[kind] = self.counts.get(kind, 0) + 1
             self._network.note(f"fault {kind}")
             await self._begin(kind)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final, TypeVar
 
+from kv_services.node.compute import outcome_is_seen
+
 T = TypeVar("T")
 CALL_MEAN_S: Final = 0.02
 """So long that fetching a prefix from another node is often quicker than computing it."""
@@ -33,6 +35,7 @@ class SimCompute:
         if self._closed:
             future.cancel()
             return future
+        future.add_done_callback(outcome_is_seen)
         self._waiting.append((call, future))
         if self._idle.is_set():
             self._begin()

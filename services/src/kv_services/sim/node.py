@@ -120,7 +120,7 @@ class SimNode:
         self.context: contextvars.Context = context_of(name)
         self._around = around
         self._random = rng
-        self._damaged_starts = 0
+        self._damaged_starts, self._forgot = 0, False
         self._mount: Mount | None = None
         self._supervisor: Supervisor | None = None
         self._agent: TransferAgent | None = None
@@ -173,10 +173,11 @@ class SimNode:
             if "damaged" in str(error):
                 self._damaged_starts += 1
                 if self._damaged_starts > DAMAGED_STARTS:
-                    self._damaged_starts = 0
+                    self._damaged_starts, self._forgot = 0, True
                     self.disk.remove_all()
             return
         self.lives += 1
+        self._damaged_starts, self._forgot = 0, False
         supervisor = self._supervisor
         await wait_out(self.base.clock_floor_ns, self.clock)
         assert supervisor is not None
@@ -252,7 +253,8 @@ class SimNode:
         def make_manager(node: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> WatchedManager:
             nonlocal manager
             settings = replace(settings, digest_interval_ns=DIGEST_INTERVAL_NS)
-            manager = WatchedManager(node, incarnation, settings, self._around.oracle, self._changed)
+            life = self._around.oracle.begin_life(node, forgot=self._forgot)
+            manager = WatchedManager(node, incarnation, settings, self._around.oracle, life, self._changed)
             return manager
 
         def make_bus(incarnation: Incarnation, registry: Registry, stamper: Stamper) -> Bus:

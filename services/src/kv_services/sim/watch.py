@@ -11,7 +11,7 @@ from kv_consistency.replica import ReplicaConfig
 from kv_consistency.update import OwnerEpoch
 from kv_consistency.version_vector import CausalToken, Origin
 from kv_core.ids import Incarnation, NodeId, RequestId
-from kv_services.sim.causality import CausalOracle
+from kv_services.sim.causality import CausalOracle, LifeHistory
 
 
 class WatchedManager(KvCacheConsistencyManager):
@@ -27,12 +27,13 @@ class WatchedManager(KvCacheConsistencyManager):
         incarnation: Incarnation,
         config: ReplicaConfig,
         oracle: CausalOracle,
+        life: LifeHistory,
         blocks_changed: Callable[[], None],
     ) -> None:
         super().__init__(node, incarnation, config)
         self._oracle = oracle
         self._blocks_changed = blocks_changed
-        self.life = oracle.begin_life(node)
+        self.life = life
 
     def step(self, event: Event) -> list[Effect]:
         effects = super().step(event)

@@ -209,9 +209,14 @@ class Workload:
         except KVError as error:
             self.reads_refused += 1
             self._note(f"read {request_id} {type(error).__name__}")
-        except (asyncio.CancelledError, TimeoutError):
-            # Nobody else cancels it, and a replica that ends judges no deadline: that life must be over.
-            if node.running and node.replica is replica and not node.ending:
+        except asyncio.CancelledError:
+            # That life of the node ended, or the whole run did.
+            self.reads_refused += 1
+            return
+        except TimeoutError:
+            # A replica that ends judges no deadline, and one that stood still may come to it after our timer.
+            stood = node.stood_still_ns > stood_ns or node.pauses
+            if node.running and node.replica is replica and not node.ending and not stood:
                 raise AnswerError(request_id=request_id, what=f"its reader at {node.name} is never told") from None
             self.reads_refused += 1
             return

@@ -5,6 +5,7 @@ after a stated time nothing may be left over, all replicas must be equal, and re
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +15,7 @@ from kv_core.ids import NodeId
 from kv_core.testing import BackgroundFailureError, LoopClock, SimulationStalledError, SkewedClock
 from kv_services.config import Role
 from kv_services.sim.causality import CausalOracle
-from kv_services.sim.chaos import CALM, Chaos
+from kv_services.sim.chaos import CALM, KINDS, Chaos
 from kv_services.sim.checks import BlockChecker, CheckError, check_own_claims, check_settled
 from kv_services.sim.disk import SimDisk
 from kv_services.sim.loop import SimLoop, run_simulated
@@ -25,6 +26,8 @@ from kv_services.sim.workload import Workload, make_prompts
 from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwork
 
 EPOCH_NS: Final = 1_700_000_000_000_000_000
+SECONDS: Final = 60.0
+NUM_NODES: Final = 5
 SETTLE_S: Final = 13.0
 """After the last fault, at most: by then every request has ended, every life is back, all replicas are equal."""
 RESTART_S: Final = 0.3
@@ -37,7 +40,7 @@ class SimulationFailedError(KVError):
     """An invariant did not hold; the message repeats the run."""
 
     code = 7090
-    template = "seed {seed} at {seconds:.2f} s: {what}; repeat it with: make sim SEED={seed}"
+    template = "seed {seed} at {seconds:.2f} s: {what}; repeat it with: {command}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,34 @@ class SimResult:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run is to be."""
+
+    seed: int
+    seconds: float
+    num_nodes: int
+    kinds: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """What repeats it."""
+        if (self.seconds, self.num_nodes, self.kinds) == (SECONDS, NUM_NODES, KINDS):
+            return f"make sim SEED={self.seed}"
+        only = "" if self.kinds == KINDS else "".join(f" --only '{kind}'" for kind in self.kinds)
+        return f"kvctl sim --seed {self.seed} --seconds {self.seconds:g} --nodes {self.num_nodes}{only}"
+
+
 class World:
     """The state of one run."""
 
-    def __init__(self, seed: int, seconds: float, num_nodes: int, loop: SimLoop, clock: LoopClock) -> None:
-        self.seed, self.seconds, self.clock = seed, seconds, clock
+    def __init__(self, plan: Plan, loop: SimLoop, clock: LoopClock) -> None:
+        seed = plan.seed
+        self.plan, self.clock = plan, clock
         self.network = SimNetwork(stream(seed, "network"), clock)
         self.transfers = TransferNetwork(f"{seed}/transfers", CALM)
         self.oracle, self.blocks = CausalOracle(), BlockChecker()
-        config = cluster_of(num_nodes)
+        config = cluster_of(plan.num_nodes)
         bus = MemoryNetwork("sim", self.network)
         around = Surroundings(config, bus, self.transfers, self.oracle, self.blocks.changed)
         skew = stream(seed, "clocks")
@@ -92,7 +114,7 @@ class World:
             )
             for node in config.nodes
         ]
-        self.chaos = Chaos(stream(seed, "chaos"), self.nodes, self.network, self.transfers, loop, clock)
+        self.chaos = Chaos(stream(seed, "chaos"), self.nodes, self.network, self.transfers, loop, clock, plan.kinds)
         prompts = make_prompts(stream(seed, "prompts"))
         self.workload = Workload(self.nodes, self.oracle, stream(seed, "clients"), self.network.note, prompts)
         self._tasks: list[asyncio.Task[object]] = []
@@ -110,7 +132,7 @@ class World:
         clients = [loop.create_task(work) for work in (self.workload.ask(), self.workload.read())]
         checks = loop.create_task(self._check_always())
         chaos = loop.create_task(self.chaos.run())
-        await self._watched(asyncio.sleep(self.seconds), checks, chaos, *clients)
+        await self._watched(asyncio.sleep(self.plan.seconds), checks, chaos, *clients)
         chaos.cancel()
         await asyncio.gather(chaos, return_exceptions=True)
         await self.chaos.heal()
@@ -118,10 +140,11 @@ class World:
         self.workload.stopping = True
         await self._watched(self._settle(clients), checks)
         await self._watched(self._last_requests(), checks)
+        await self._watched(self._agreed(), checks)
+        await self._watched(self._agreed(), checks)
         checks.cancel()
         await asyncio.gather(checks, return_exceptions=True)
         self._raise_refused()
-        check_settled(self.nodes)
         await self._stop()
         return self._result()
 
@@ -176,8 +199,11 @@ class World:
     async def _settle(self, clients: list["asyncio.Task[None]"]) -> None:
         """Return when everything has ended and everybody agrees; it must within `SETTLE_S`."""
         await asyncio.gather(*clients)
-        until_ns = self.clock.monotonic_ns() + int(SETTLE_S * 1e9)
         await self.workload.ended()
+        await self._agreed()
+
+    async def _agreed(self) -> None:
+        until_ns = self.clock.monotonic_ns() + int(SETTLE_S * 1e9)
         while True:
             try:
                 check_settled(self.nodes)
@@ -213,7 +239,7 @@ class World:
         faults = dict(sorted(self.chaos.counts.items()))
         counted = (self.network.frames, sum(fates.values()), workload.requests, workload.reads, sum(faults.values()))
         return SimResult(
-            seed=self.seed,
+            seed=self.plan.seed,
             virtual_seconds=self.clock.monotonic_ns() / 1e9,
             events=sum(counted),
             faults=faults,
@@ -232,19 +258,31 @@ class World:
 
     def failure(self, what: str) -> SimulationFailedError:
         """The error that names this run, now."""
-        return SimulationFailedError(seed=self.seed, seconds=self.clock.monotonic_ns() / 1e9, what=what)
+        seconds = self.clock.monotonic_ns() / 1e9
+        return SimulationFailedError(seed=self.plan.seed, seconds=seconds, what=what, command=self.plan.command)
 
 
-def simulate(seed: int, *, seconds: float = 60.0, num_nodes: int = 5) -> SimResult:
+def simulate(
+    seed: int, *, seconds: float = SECONDS, num_nodes: int = NUM_NODES, kinds: Sequence[str] = KINDS
+) -> SimResult:
     """Run one seed.
 
+    Args:
+        seconds: for how long faults begin; what follows until all is settled comes on top.
+        kinds: which of the kinds of faults (`chaos.KINDS`) there are.
+
     Raises:
+        ValueError: a kind that there is not, or none.
         SimulationFailedError: an invariant did not hold.
     """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        raise ValueError(f"no kind of fault is called {unknown}; there are: {', '.join(KINDS)}")
+    plan = Plan(seed, seconds, num_nodes, tuple(kinds))
     worlds: list[World] = []
 
     async def main(loop: SimLoop, clock: LoopClock) -> SimResult:
-        world = World(seed, seconds, num_nodes, loop, clock)
+        world = World(plan, loop, clock)
         worlds.append(world)
         return await world.run()
 
