@@ -141,7 +141,6 @@ class World:
         await self._watched(self._settle(clients), checks)
         await self._watched(self._last_requests(), checks)
         await self._watched(self._agreed(), checks)
-        await self._watched(self._agreed(), checks)
         checks.cancel()
         await asyncio.gather(checks, return_exceptions=True)
         self._raise_refused()
