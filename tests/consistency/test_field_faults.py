@@ -7,9 +7,9 @@ import pytest
 
 from kv_consistency import limits
 from kv_consistency.effects import WaiterFailed
-from kv_consistency.errors import LimitReachedError, StaleReplicaError
-from kv_consistency.events import Instant, LocalStore, WaitFor
-from kv_consistency.messages import SyncPage, UpdateBatch
+from kv_consistency.errors import LimitReachedError, MalformedUpdateError, StaleReplicaError
+from kv_consistency.events import Instant, LocalStore, Received, WaitFor
+from kv_consistency.messages import SyncPage, SyncRequest, UpdateBatch
 from kv_consistency.replica import ReplicaConfig
 from kv_consistency.update import RaiseCount, ScopesRestored, Tier
 from kv_core.ids import RequestId
@@ -191,6 +191,22 @@ def test_purges_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.manager("a").raise_scopes([b"scope--1", b"scope--2"])
     with pytest.raises(LimitReachedError, match="purges: 2 of at most 2"):
         cluster.manager("a").raise_scopes([b"scope--3"])
+    cluster.check()
+
+
+def test_a_new_peer_that_tells_purges_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_RAISES", 3)
+    cluster = Cluster("a", "b", join=False)
+    cluster.introduce(node("a"))
+    asked = cluster.flights.pop().message
+    assert isinstance(asked, SyncRequest)
+    rows = tuple(RaiseCount(b"scope-%2d" % i, life("c"), 1, i + 1) for i in range(4))
+    endless = SyncPage(asked.session, asked.cursor, b"more", 1, 0, raises=rows, ready=False)
+    with pytest.raises(MalformedUpdateError, match="do not end"):
+        cluster.step("a", Received(cluster.at(node("a")), node("b"), endless))
+    assert cluster.manager("a").raises() == ()
+    cluster.step("a", Received(cluster.at(node("a")), node("b"), msgspec.structs.replace(endless, raises=rows[:3])))
+    assert cluster.manager("a").raises() == rows[:3]
     cluster.check()
 
 

@@ -267,6 +267,8 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
         return
     if not page.ready:
         changes = Changes(event.at.now_ns)
+        if replica.state.scopes.size + len(page.raises) > limits.MAX_RAISES:
+            raise MalformedUpdateError(what="synchronisation", peer=event.peer, reason="its purges do not end")
         replica.state.restore_raises(page.raises, changes)
         if not replica.config.raises:
             # Whoever has them on disk publishes them; who only heard of them comes later, and seldom has to.

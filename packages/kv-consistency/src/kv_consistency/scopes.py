@@ -49,7 +49,7 @@ class ScopeTable:
         self._counts: dict[NamespaceRef, int] = {}
         self._by_scope: dict[bytes, list[NamespaceRef]] = {}
         self.size = 0
-        """Pairs of a scope and an origin that are published."""
+        """Pairs of a scope and an origin, in either table."""
         self.restore(rows)
 
     def purges(self, namespace: NamespaceRef) -> int:
@@ -92,6 +92,7 @@ class ScopeTable:
         for row in rows:
             before = self._effective(row.scope, row.origin)
             if row.last > before.last:
+                self.size += row.origin not in self._unpublished.get(row.scope, {})
                 self._unpublished.setdefault(row.scope, {})[row.origin] = _Raised(row.count, row.last)
                 touched |= self._recount(row.scope, row.count - before.times)
         return touched
@@ -117,7 +118,7 @@ class ScopeTable:
         """Assert S3 and S4."""
         for namespace, count in self._counts.items():
             assert count == self._sum(namespace)
-        assert self.size == sum(map(len, self._published.values()))
+        assert self.size == sum(map(len, (*self._published.values(), *self._unpublished.values())))
         for scope, by_origin in self._unpublished.items():
             assert by_origin
             for origin, raised in by_origin.items():
@@ -135,6 +136,7 @@ class ScopeTable:
         waiting = self._unpublished.get(scope, {})
         if origin in waiting and waiting[origin].last <= raised.last:
             del waiting[origin]
+            self.size -= 1
             if not waiting:
                 del self._unpublished[scope]
         return self._recount(scope, self._effective(scope, origin).times - before.times)
