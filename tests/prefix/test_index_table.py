@@ -124,6 +124,28 @@ def test_every_block_may_have_a_set_of_its_own_and_no_set_outlives_its_blocks() 
 
 
 @compiled
+def test_removals_in_the_middle_of_a_sweep_hide_nothing_from_it() -> None:
+    """A region that empties is moved to the open one, which the sweep may have passed: not before it has ended."""
+    region = 4_096
+    table = make_bit_table()
+    draw = random.Random(6)
+    names = [BlockHash(draw.randbytes(16), i) for i in range(3 * region + 10)]
+    dying, staying = 0, TIERS
+    for i, one in enumerate(names[: 3 * region]):
+        dies = region <= i < 2 * region and i % 3 == 0
+        table.set(BlockHashes.of([one]).packed, dying if dies else staying)
+    table.clear(BlockHashes.of(names[:region]).packed, staying)
+    # The first region is free, and these open it again.
+    table.set(BlockHashes.of(names[3 * region :]).packed, staying)
+    position, _, _, _ = table.sweep(0, b"\1", 0)
+    table.clear(BlockHashes.of([names[i] for i in range(region, 2 * region) if i % 3]).packed, staying)
+    while position >= 0:
+        position, _, _, _ = table.sweep(position, b"\1", 0)
+    assert [one for one in names if dying in table.get(BlockHashes.of([one]).packed)] == []
+    assert len(table) == region + 10
+
+
+@compiled
 def test_the_memory_is_a_few_dozen_bytes_a_block_whatever_holds_it() -> None:
     table = make_bit_table()
     draw = random.Random(1)
