@@ -230,7 +230,9 @@ class KVEventsSection(_Section, frozen=True, kw_only=True):
     tenants: Annotated[
         list[str], Meta(description='tenants whose KV is told of; "default" in a cluster without tenants')
     ] = []
-    follow: list[FollowedEngine] = []
+    follow: Annotated[
+        list[FollowedEngine], Meta(description="engines outside the cluster whose KV the gateways' indexes follow")
+    ] = []
 
 
 class TenantConfig(_Section, frozen=True, kw_only=True):
