@@ -26,7 +26,7 @@ MEMBERS = [*sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject
 NAMES = ["kv-services" if member.name == "services" else member.name for member in MEMBERS]
 NAMED = list(zip(NAMES, MEMBERS, strict=True))
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
-NEEDS_A_CLUSTER = {"read_a_prefix.py"}
+NEEDS_A_CLUSTER = {"read_a_prefix.py", "store_a_cache.py"}
 """Run by tests/client, against real nodes."""
 EXAMPLES = [
     (member.name, path)
