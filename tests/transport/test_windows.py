@@ -2,14 +2,18 @@
 
 import asyncio
 import base64
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from kv_core.ids import NodeId, RequestId
-from kv_transport import Access, SharedBuffer, XferDesc, XferOp, XferState
+from kv_transport import Access, SharedBuffer, XferDesc, XferOp, XferState, limits
+from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.config import TransportName
 from kv_transport.errors import TransferCancelled
+from kv_transport.poster import LoopPoster
 from kv_transport.tickets import WriteGrant
 from tests.transport.helpers_process import peer_process
 from tests.transport.helpers_transport import NO_RESERVE, SMALL, config, eventually, introduce, node, pair
@@ -104,3 +108,28 @@ async def test_a_cancelled_hand_over_leaves_the_window_to_others(transport: Tran
         assert stats.units == UNITS
         with pytest.raises(TransferCancelled):
             await one.finish(1_000)
+
+
+async def test_descriptors_that_nobody_asked_for_are_dropped_and_the_frame_counts() -> None:
+    """An owner takes none: what a peer sends beside its frame must not pile up here."""
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    ended: list[str] = []
+    frames = FrameSocket(
+        ours,
+        loop,
+        LoopPoster(loop),
+        lambda data, fds: heard.put_nowait(bytes(data) + bytes(len(fds))),
+        ended.append,
+        takes_descriptors=False,
+    )
+    with theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            socket.send_fds(theirs, [b"frame"], [theirs.fileno()])
+            assert await asyncio.wait_for(heard.get(), 10) == b"frame"
+        assert len(os.listdir("/proc/self/fd")) == before
+        theirs.send(bytes(limits.CONTROL_FRAME_BYTES_MAX + 500))
+        await eventually(lambda: ended == ["frame too long"])
+    frames.close()

@@ -20,7 +20,6 @@ from kv_transport.poster import LoopPoster
 BACKLOG_FRAMES_MAX: Final = 16 * 1024
 """Frames that wait for a peer that does not read. In good order a window of units and some notifications wait."""
 
-_FRAMES_PER_TURN: Final = 64
 _FDS_PER_FRAME: Final = 1
 _ANCILLARY: Final = socket.CMSG_SPACE(_FDS_PER_FRAME * array("i").itemsize)
 
@@ -41,6 +40,8 @@ class FrameSocket:
         poster: LoopPoster,
         on_frame: FrameHandler,
         on_end: Callable[[str], None],
+        *,
+        takes_descriptors: bool,
     ) -> None:
         self._sock = sock
         self._fd = sock.fileno()
@@ -48,6 +49,7 @@ class FrameSocket:
         self._poster = poster
         self._on_frame = on_frame
         self._on_end = on_end
+        self._takes_descriptors = takes_descriptors
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()
         self._writing = False
@@ -130,23 +132,28 @@ class FrameSocket:
             self._loop.remove_writer(self._fd)
 
     def _readable(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
-            if self._closed:
-                return
-            try:
+        # One frame a turn: to find that there is no second one costs as much as the turn in which the loop tells of it.
+        fds: list[int] = []
+        try:
+            if self._takes_descriptors:
                 nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._view], _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self._end(os.strerror(error.errno or 0))
-                return
-            fds = _descriptors(ancillary)
-            if nbytes == 0 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                for fd in fds:
-                    os.close(fd)
-                self._end("frame too long" if nbytes else "the peer is gone")
-                return
-            self._on_frame(self._view[:nbytes], fds)
+                fds = _descriptors(ancillary)
+                cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+            else:
+                # Descriptors that nobody asked for are dropped by the kernel.
+                nbytes = self._sock.recv_into(self._buffer)
+                cut = nbytes > limits.CONTROL_FRAME_BYTES_MAX
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(os.strerror(error.errno or 0))
+            return
+        if nbytes == 0 or cut:
+            for fd in fds:
+                os.close(fd)
+            self._end("frame too long" if nbytes else "the peer is gone")
+            return
+        self._on_frame(self._view[:nbytes], fds)
 
     def _end(self, cause: str) -> None:
         if not self._closed:

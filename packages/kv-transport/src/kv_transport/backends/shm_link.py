@@ -48,7 +48,9 @@ class ShmLink(Link):
     ) -> None:
         super().__init__(around, peer.name, nonces, owner)
         self._workers = workers
-        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._on_end)
+        self._socket = FrameSocket(
+            sock, around.loop, around.poster, self._on_frame, self._on_end, takes_descriptors=True
+        )
         self._maps: dict[tuple[int, bool], _Mapping] = {}
         self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
         self._descriptors: dict[int, int] = {}

@@ -32,7 +32,9 @@ class ShmSession(OwnerSession):
         super().__init__(around, peer, self._connection_over)
         self._gone = on_end
         self._pidfd = -1
-        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
+        self._socket = FrameSocket(
+            sock, around.loop, around.poster, self._on_frame, self._lost, takes_descriptors=False
+        )
         try:
             self._pidfd = os.pidfd_open(pid)
             around.loop.add_reader(self._pidfd, self._process_exited)
