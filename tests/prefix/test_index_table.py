@@ -146,6 +146,21 @@ def test_removals_in_the_middle_of_a_sweep_hide_nothing_from_it() -> None:
 
 
 @compiled
+def test_memory_between_the_blocks_that_stay_comes_back_too() -> None:
+    table = make_bit_table()
+    draw = random.Random(7)
+    names = [BlockHash(draw.randbytes(16), i) for i in range(8 * 4_096)]
+    for start in range(0, len(names), 10):
+        table.set(BlockHashes.of(names[start : start + 3]).packed, TIERS)
+        table.set(BlockHashes.of(names[start + 3 : start + 10]).packed, 0)
+    full = table.nbytes()
+    sweep(table, b"\1")
+    assert table.nbytes() < 0.6 * full
+    packed = BlockHashes.of(names[:3]).packed
+    assert table.lookup(packed, array("H", [NOT_ANSWERED, 0])) == [(1, 3, (3, 0, 0, 0))]
+
+
+@compiled
 def test_the_memory_is_a_few_dozen_bytes_a_block_whatever_holds_it() -> None:
     table = make_bit_table()
     draw = random.Random(1)
