@@ -76,7 +76,7 @@ def test_being_handed_over_costs_a_request_no_attempt_but_only_once_for_each_nod
         r.step(Placed(nodes[i + 1] if i + 1 < len(nodes) else nodes[0], None))
     # The first one again: from now on it counts, or this would never end.
     effects = r.step(DecodeFailed(r.epoch, leaving, may_retry=True))
-    assert isinstance(effects[-1], PauseThenRetry | Fail)
+    assert isinstance(effects[-1], PauseThenRetry)
 
 
 def test_a_member_that_says_it_left_is_dead_at_once_and_only_in_that_life() -> None:

@@ -436,6 +436,10 @@ class TransferAgent:
             waiting.set_result(None)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if self._closed:
+            # A link that breaks while everything ends needs no successor.
+            work.close()
+            return
         task = self.loop.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._task_over)

@@ -34,7 +34,9 @@ class Introducer:
         self._clock = clock
         self._known: dict[NodeId, Incarnation] = {}
         self._asking: dict[NodeId, asyncio.Task[None]] = {}
-        self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._closed = False
+        # By task: of one peer there may be two at once, when it dies and is back before its end was dealt with.
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     def listen(self) -> None:
         """Answer peers and follow who comes and goes."""
@@ -60,8 +62,9 @@ class Introducer:
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Stop asking. Idempotent."""
-        tasks = [*self._asking.values(), *self._tasks.values()]
+        """Stop asking, and begin nothing more: members still come and go while this process stops. Idempotent."""
+        self._closed = True
+        tasks = [*self._asking.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,6 +122,9 @@ class Introducer:
             return
 
     def _start(self, node_id: NodeId, work: Coroutine[object, object, None]) -> None:
+        if self._closed:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work, name=f"peer {node_id}")
-        self._tasks[node_id] = task
-        task.add_done_callback(lambda done: self._tasks.pop(node_id, None))
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
