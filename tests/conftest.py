@@ -1,7 +1,8 @@
 """Settings of every test: properties are judged by what holds, never by how long an example took.
 
 The suite runs in several workers. Tests that start whole clusters, build wheels or run the model share one of them, so
-that they don't starve one another; every other file is a unit of work of its own.
+that they don't starve one another; every other file is a unit of work of its own. What goes over UCX runs after the
+rest, alone: a starved UCX takes a peer that is slow for one that is gone.
 """
 
 import os
@@ -29,6 +30,8 @@ def tmp_path() -> Iterator[Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest unit of work comes first."""
     for item in items:
+        if "ucx" in item.nodeid:
+            item.add_marker(pytest.mark.ucx)
         heavy = any(item.get_closest_marker(name) for name in HEAVY)
         item.add_marker(pytest.mark.xdist_group("heavy" if heavy else item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in HEAVY))
