@@ -1,8 +1,8 @@
 """Settings of every test: properties are judged by what holds, never by how long an example took.
 
-The suite runs in several workers. Tests that start whole clusters, build wheels or run the model share one of them, so
-that they don't starve one another; every other file is a unit of work of its own. What goes over UCX runs after the
-rest, alone: a starved UCX takes a peer that is slow for one that is gone.
+The suite runs in several workers, a file at a time. Files that start whole clusters, build wheels or run the model come
+first: they are the longest. What goes over UCX runs after the rest, alone: a starved UCX takes a peer that is slow for
+one that is gone.
 """
 
 import os
@@ -27,11 +27,14 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers read the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest unit of work comes first."""
+    """A file is a unit of work; the longest come first."""
+    heavy = set()
     for item in items:
         if "ucx" in item.nodeid:
             item.add_marker(pytest.mark.ucx)
-        heavy = any(item.get_closest_marker(name) for name in HEAVY)
-        item.add_marker(pytest.mark.xdist_group("heavy" if heavy else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in HEAVY))
+        if any(item.get_closest_marker(name) for name in HEAVY):
+            heavy.add(item.path)
+        item.add_marker(pytest.mark.xdist_group(str(item.path.stem)))
+    items.sort(key=lambda item: item.path not in heavy)
