@@ -219,6 +219,24 @@ def test_a_crash_ends_what_the_node_did_and_another_life_may_join(who: NodeId) -
     run_virtual(main)
 
 
+def test_a_node_that_crashes_after_its_link_broke_comes_to_rest() -> None:
+    async def main(clock: LoopClock) -> None:
+        network = MemoryNetwork(8, MemoryFaults(late=1.0, late_ns=3_000_000_000))
+        async with (
+            memory_node("prefill", network, clock) as sender,
+            memory_node("decode", network, clock) as receiver,
+        ):
+            introduce(sender, receiver)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.01, network.crash, DECODE)
+            loop.call_later(0.5, network.crash, PREFILL)  # units of the broken link are still under way
+            outcome = await hand_over(sender, receiver, 1, 8, TIMEOUT_MS)
+            assert isinstance(outcome.sent, KVError)
+        assert clock.monotonic_ns() < 60 * 10**9
+
+    run_virtual(main)
+
+
 def test_a_run_is_a_function_of_its_seed() -> None:
     faults = MemoryFaults(delay_ns=1_000_000, jitter_ns=500_000, loss=0.02, late=0.02, missing=0.02, torn=0.05)
 

@@ -251,7 +251,10 @@ class MemoryLink(Link):
 
     def _execute(self, flight: _Flight) -> None:
         """The unit's time has come, whether the link still stands or not."""
-        if self._flights.pop(flight.seq, None) is None or self._wire.writer_crashed:
+        if self._flights.pop(flight.seq, None) is None:
+            return
+        if self._wire.writer_crashed:
+            self._rest_if_idle()
             return
         lost = flight.fate is Fate.LOST or self._wire.owner_crashed or self._is_cut(flight.unit.op)
         error: KVError | None = None
