@@ -318,6 +318,20 @@ class RefusingStamper:
         raise self._error
 
 
+class MuteStamper(RefusingStamper):
+    """A clock that takes remote stamps and, once `mute`, gives none: its bound cannot be kept on a full disk."""
+
+    mute = False
+
+    def tick(self) -> Stamp:
+        if self.mute:
+            raise self._error
+        return self._inner.tick()
+
+    def merge(self, remote: Stamp, /) -> None:
+        self._inner.merge(remote)
+
+
 def pack(value: object) -> bytes:
     """Any MessagePack."""
     return msgspec.msgpack.encode(value)

@@ -44,6 +44,7 @@ from tests.bus.helpers_bus import (
     Echoed,
     Foreign,
     Listener,
+    MuteStamper,
     Noted,
     OtherNoted,
     RefusingStamper,
@@ -609,6 +610,22 @@ def test_a_draining_node_still_delivers_its_first_words(run: Run) -> None:
         a.send(B, Noted(7))  # the connection is not made yet
         assert await a.drain(20 * S) is True
         await world.until(lambda: seen == [7])
+
+    run(scenario)
+
+
+def test_a_node_that_can_say_nothing_any_more_still_closes(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        stamper = MuteStamper(AppError(slot=1, node=B))
+        a, b = await world.node(A), await world.node(B, stamper=stamper)
+        b.handle(Slow, lambda request: DEFERRED)
+        call = asyncio.ensure_future(a.request(B, Slow(), timeout_ns=30 * S))
+        await world.until(lambda: b.stats().open_requests == 1)
+        stamper.mute = True
+        await b.close()
+        with pytest.raises(ConnectionLost):
+            await call
+        assert b.stats().replies_dropped == 1
 
     run(scenario)
 

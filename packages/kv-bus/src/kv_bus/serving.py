@@ -239,7 +239,12 @@ class Serving:
             request.open_id = 0
             if not request.done:
                 error = ClosedWithOpenRequests(node=self._local.node_id, message=type(request.message).__name__)
-                self.answer(request, ErrorReply.of(error))
+                try:
+                    self.answer(request, ErrorReply.of(error))
+                except KVError as unsaid:
+                    # Without a stamp nothing can be said; the end of the connection, which must follow, says it too.
+                    self._local.counters.replies_dropped += 1
+                    _log.warning("end not told node=%s asker=%s cause=%s", self._local.node_id, request.sender, unsaid)
             self._tell_abandoned(request)
         current = asyncio.current_task()
         jobs = [job for job in self._jobs if job is not current]
