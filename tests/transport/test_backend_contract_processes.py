@@ -30,7 +30,7 @@ TOKENS = BLOCKS * SMALL.block_size
 def on_one_loop_only(request: pytest.FixtureRequest) -> None:
     """Starting processes that load UCX is dear, and what is tested here does not depend on the loop."""
     if "asyncio" in request.node.name:
-        pytest.skip("runs on uvloop")
+        pytest.skip("runs on uvloop")  # what dies is a process: the loop's kind is the contract suite's matter
 
 
 def push(peer: PeerProcess, me: Node, pause_ms: int) -> WriteGrant:
