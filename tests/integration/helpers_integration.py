@@ -16,14 +16,7 @@ import aiohttp
 import msgspec
 
 from kv_core.block import BlockGeometry
-from kv_services.config import (
-    ClusterConfig,
-    LimitsSection,
-    ModelSection,
-    TenantConfig,
-    TiersSection,
-    TransportSection,
-)
+from kv_services.config import ClusterConfig, LimitsSection, ModelSection, TenantConfig, TiersSection, TransportSection
 from kv_services.engine.load import STUB_GEOMETRY
 from kv_services.engine.stub import StubModel
 from kv_services.launch import LocalCluster, PortReservation, local_config

@@ -14,7 +14,8 @@ import pytest
 
 from kv_bus.keys import AllowList, create_key_pair, read_allow_list, write_allow_list
 from kv_core.ids import NodeId
-from kv_services.config import ClusterConfig, EtcdSection, NodeConfig, Role, dump_config
+from kv_services.config import ClusterConfig, EtcdSection, NodeConfig, Role
+from kv_services.config_file import dump_config
 from kv_services.kvctl.status import ask_all
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from tests.integration.helpers_integration import DEADLINE_S, MODEL, Fabric, prompt, until

@@ -20,7 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kv_bus.keys import read_allow_list
 from kv_core.ids import NodeId
-from kv_services.config import ClusterSection, NodeConfig, TenantConfig, dump_config
+from kv_services.config import ClusterSection, NodeConfig, TenantConfig
+from kv_services.config_file import dump_config
 from kv_services.launch import PortReservation, local_config
 from tests.integration.helpers_integration import MODEL, Fabric, alive, prompt, running
 

@@ -10,7 +10,8 @@ from kv_core.hashing import hash_tokens
 from kv_core.ids import Incarnation, NodeId
 from kv_core.namespace import Namespace
 from kv_prefix.prefix_index import Holder, PrefixIndex
-from kv_services.config import FollowedEngine, KVEventsSection, TenantConfig, dump_config, parse_config
+from kv_services.config import FollowedEngine, KVEventsSection, TenantConfig
+from kv_services.config_file import dump_config, parse_config
 from kv_services.kv_events.follow import EngineEvents
 from kv_services.kv_events.follow_state import EngineFollower
 from kv_services.launch import LocalCluster, PortReservation, local_config

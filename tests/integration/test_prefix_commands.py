@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kv_services.config import TenantConfig, dump_config
+from kv_services.config import TenantConfig
+from kv_services.config_file import dump_config
 from tests.integration.helpers_integration import BLOCK, Fabric, prompt, running, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.dtypes import DType
-from kv_services.config import (
-    MAX_CONFIG_BYTES,
-    ClusterConfig,
-    Role,
-    check_config,
-    dump_config,
-    load_config,
-    parse_bytes,
-    parse_config,
-)
+from kv_services.config import ClusterConfig, Role, parse_bytes
+from kv_services.config_checks import check_config
 from kv_services.config_errors import ConfigError
+from kv_services.config_file import MAX_CONFIG_BYTES, dump_config, load_config, parse_config
 
 GATEWAY = """
 [[node]]

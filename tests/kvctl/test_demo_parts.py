@@ -11,7 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from kv_services.config import HealthSection, Role, check_config
+from kv_services.config import HealthSection, Role
+from kv_services.config_checks import check_config
 from kv_services.kvctl.demo.client import Answer, Fabric, RequestFailedError, ask
 from kv_services.kvctl.demo.profile import CONCURRENCY, MAX_TOKENS, SLOTS, demo_config
 from kv_services.kvctl.demo.prompts import REQUESTS_MAX, SYSTEM_PROMPT, chat

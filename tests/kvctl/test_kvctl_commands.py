@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kv_bus.keys import read_allow_list
-from kv_services.config import ClusterConfig, ClusterSection, parse_config
+from kv_services.config import ClusterConfig, ClusterSection
+from kv_services.config_file import parse_config
 from kv_services.kvctl import app
 from kv_services.kvctl.files import remarks_on
 from kv_services.kvctl.output import human_bytes

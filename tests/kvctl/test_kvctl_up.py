@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_services.config import dump_config, load_config
+from kv_services.config_file import dump_config, load_config
 from kv_services.launch import PortReservation, local_config
 from tests.kvctl.test_launch_cluster import ended
 

@@ -17,8 +17,9 @@ from aiohttp.test_utils import TestServer
 
 from kv_bus.keys import key_path, load_key_pair, read_allow_list
 from kv_core.ids import NodeId
-from kv_services.config import ClusterConfig, ClusterSection, NodeConfig, load_config
+from kv_services.config import ClusterConfig, ClusterSection, NodeConfig
 from kv_services.config_errors import ConfigError
+from kv_services.config_file import load_config
 from kv_services.launch import (
     LocalCluster,
     ManagedProcess,

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_services.config import TransportSection, dump_config, parse_config
+from kv_services.config import TransportSection
 from kv_services.config_errors import ConfigError
+from kv_services.config_file import dump_config, parse_config
 from kv_services.launch import PortReservation, local_config
 from kv_services.node.process import tls_files
 

@@ -21,9 +21,8 @@ from kv_services.config import (
     NodeConfig,
     TiersSection,
     TransportSection,
-    dump_config,
-    load_config,
 )
+from kv_services.config_file import dump_config, load_config
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from kv_services.launch.group import service_command
 from tests.integration.helpers_integration import DEADLINE_S, MODEL, Fabric

@@ -1,31 +1,25 @@
-"""The cluster file: one TOML text that describes every process of a cluster.
+"""What a cluster file may say: its sections, their fields, defaults and bounds.
 
-Decides what may be written in it and says, for anything else, the file, the path (`$.node[2].bus_port`) and what was
-expected. Knows nothing of the processes it describes, and reads no clock, socket or environment.
+Knows nothing of the processes it describes, and reads no clock, socket or environment. `config_file` reads and writes
+the TOML text, `config_checks` checks what no single field can say.
 
 Invariants of a loaded `ClusterConfig`: node ids are unique; no two ports of one host are equal; every host is an
 explicit address, and one outside loopback was allowed by `allow_remote`; nodes that hold KV have a capacity; tenants'
 ids and API keys are unique. Paths in it (`state_dir`, `model.path`) are absolute.
 """
 
-import ipaddress
 import re
-import tomllib
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Final, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from kv_core.dtypes import DType, parse_dtype
 from kv_core.ids import NodeId, TenantId
-from kv_services.config_errors import ConfigError, explain
-
-MAX_CONFIG_BYTES: Final = 4 << 20
-"""A cluster file of 10,000 nodes takes 2 MiB; more is not a cluster file."""
+from kv_services.config_errors import ConfigError
 
 _UNITS: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES: Final = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(B|KiB|MiB|GiB|TiB)")
@@ -399,230 +393,6 @@ def parse_bytes(text: str) -> int:
     # Integers only: a float would lose bytes above 2**53.
     nbytes: int = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
     return nbytes
-
-
-def load_config(path: str | Path) -> ClusterConfig:
-    """Read and check a cluster file; `state_dir` and `model.path` come back absolute.
-
-    Raises:
-        ConfigError: the file cannot be read, is no TOML, or a field is wrong; the message has file, path and what
-            was expected.
-    """
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(file=str(file), path="$", problem=f"cannot read: {error.strerror}") from error
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(file=str(file), path="$", problem=f"expected at most {MAX_CONFIG_BYTES} bytes")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(file=str(file), path="$", problem=f"expected UTF-8 text, byte {error.start} is not") from None
-    return parse_config(text, file=file)
-
-
-def parse_config(text: str, *, file: str | Path = "cluster.toml") -> ClusterConfig:
-    """Check a cluster file's text as if it lay at `file`.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(file=str(file), path="$", problem=f"expected TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(file=str(file), path="$", problem="expected TOML of a sane depth") from None
-    try:
-        config = msgspec.convert(table, ClusterConfig)
-    except msgspec.ValidationError as error:
-        where, problem = explain(str(error), table, ClusterConfig)
-        raise ConfigError(file=str(file), path=where, problem=problem) from None
-    check_config(config, file=file)
-    base = Path(file).absolute().parent
-    cluster, model = config.cluster, config.model
-    cluster = msgspec.structs.replace(cluster, state_dir=str(base / cluster.state_dir))
-    if model.path:
-        model = msgspec.structs.replace(model, path=str(base / model.path))
-    tiers = config.tiers
-    if tiers.disk is not None and tiers.disk.path:
-        disk = msgspec.structs.replace(tiers.disk, path=str(base / tiers.disk.path))
-        tiers = msgspec.structs.replace(tiers, disk=disk)
-    transport = config.transport
-    if transport.tls_folder:
-        transport = msgspec.structs.replace(transport, tls_folder=str(base / transport.tls_folder))
-    return msgspec.structs.replace(config, cluster=cluster, model=model, transport=transport, tiers=tiers)
-
-
-def check_config(config: ClusterConfig, *, file: str | Path = "cluster.toml") -> None:
-    """Check what no single field can say: ids, ports, addresses, capacities, tenants, orders of thresholds.
-
-    Raises:
-        ConfigError: the first thing that is wrong.
-    """
-    for where, problem in _faults(config):
-        raise ConfigError(file=str(file), path=where, problem=problem)
-
-
-def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    yield from _node_faults(config)
-    yield from _port_faults(config)
-    yield from _tenant_faults(config)
-    yield from _event_faults(config)
-    yield from _etcd_faults(config)
-    bus, transport, limits = config.bus, config.transport, config.limits
-    if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
-        yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
-    if bus.dead_after_ms <= bus.suspect_after_ms:
-        yield "$.bus.dead_after_ms", f"expected more than suspect_after_ms ({bus.suspect_after_ms})"
-    if transport.tls_folder and transport.allow_ucx:
-        yield "$.transport.allow_ucx", "expected false with tls_folder: ucx moves KV unencrypted"
-    if transport.backend == "ucx" and not transport.allow_ucx:
-        yield "$.transport.backend", "expected allow_ucx = true with ucx, which has no authentication of its own"
-    if 0 < config.model.max_context <= limits.max_prompt_tokens:
-        yield "$.limits.max_prompt_tokens", f"expected less than model.max_context ({config.model.max_context})"
-
-
-def _node_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    first: dict[str, int] = {}
-    for index, node in enumerate(config.nodes):
-        at = f"$.node[{index}]"
-        if node.id in first:
-            yield f"{at}.id", f"expected a unique id, {node.id!r} is also $.node[{first[node.id]}].id"
-        first[node.id] = index
-        problem = _host_problem(node, config)
-        if problem:
-            yield f"{at}.host", problem
-        if not node.role.holds_kv:
-            for field in ("slots", "capacity"):
-                if getattr(node, field) is not None:
-                    yield f"{at}.{field}", f"expected none: a {node.role.value} holds no KV"
-            if node.data_port:
-                yield f"{at}.data_port", f"expected none: a {node.role.value} moves no KV"
-        elif (node.slots is None) == (node.capacity is None):
-            yield at, f"expected either slots or capacity: a {node.role.value} holds KV"
-        elif node.data_port == 0 and config.transport.backend != "shm":
-            yield f"{at}.data_port", f"expected a port: transport.backend is {config.transport.backend!r}"
-
-
-def _host_problem(node: NodeConfig, config: ClusterConfig) -> str:
-    host = node.host
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return f"expected an IP address, got {host!r}"
-    if address.is_unspecified:
-        return f"expected one explicit address, {host!r} means every interface"
-    if address.is_multicast:
-        return f"expected the address of one host, {host!r} is a multicast group"
-    if address.is_loopback:
-        return ""
-    if not config.cluster.allow_remote:
-        return f"expected a loopback address, got {host!r}; set cluster.allow_remote = true to leave this machine"
-    if node.role is Role.GATEWAY and not config.tenants:
-        return f"expected a [[tenant]] with API keys, since a gateway on {host!r} serves the network"
-    return ""
-
-
-def _port_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    owner: dict[tuple[str, int], str] = {}
-    for index, node in enumerate(config.nodes):
-        for field, port in node.ports():
-            where = f"$.node[{index}].{field}"
-            other = owner.setdefault((node.host, port), where)
-            if other != where:
-                yield where, f"expected a port of its own, {port} of {node.host} is also {other}"
-
-
-def _etcd_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    if config.cluster.discovery != "etcd" or config.cluster.allow_remote:
-        return
-    for number, endpoint in enumerate(config.etcd.endpoints):
-        host = urlsplit(endpoint).hostname or ""
-        try:
-            here = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            here = host == "localhost"
-        if not here:
-            yield f"$.etcd.endpoints[{number}]", f"expected a loopback address, got {host!r}; or set allow_remote"
-
-
-def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    ids = [tenant.id for tenant in config.tenants]
-    keys = {key: f"$.cluster.operator_keys[{number}]" for number, key in enumerate(config.cluster.operator_keys)}
-    for index, tenant in enumerate(config.tenants):
-        at = f"$.tenant[{index}]"
-        if ids.index(tenant.id) != index:
-            yield f"{at}.id", f"expected a unique id, {tenant.id!r} is also $.tenant[{ids.index(tenant.id)}].id"
-        for number, name in enumerate(tenant.shares_with):
-            if name not in ids or name == tenant.id:
-                yield f"{at}.shares_with[{number}]", f"expected the id of another tenant, got {name!r}"
-        for number, key in enumerate(tenant.api_keys):
-            where = f"{at}.api_keys[{number}]"
-            other = keys.setdefault(key, where)
-            if other != where:
-                yield where, f"expected a key of its own, the same is at {other}"
-
-
-def _event_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    known = [tenant.id for tenant in config.tenants] or ["default"]
-    for index, name in enumerate(config.kv_events.tenants):
-        if name not in known:
-            yield f"$.kv_events.tenants[{index}]", f"expected one of {', '.join(known)}, got {name!r}"
-    for index, engine in enumerate(config.kv_events.follow):
-        if (engine.tenant or "default") not in known:
-            yield f"$.kv_events.follow[{index}].tenant", f"expected one of {', '.join(known)}"
-    for index, node in enumerate(config.nodes):
-        at = f"$.node[{index}]"
-        if bool(node.kv_events_port) != bool(node.kv_replay_port):
-            yield f"{at}.kv_replay_port", "expected both kv_events_port and kv_replay_port, or neither"
-        if node.kv_events_port and not node.role.holds_kv:
-            yield f"{at}.kv_events_port", f"expected none: a {node.role.value} holds no KV"
-
-
-def dump_config(config: ClusterConfig) -> str:
-    """The TOML text that `parse_config` reads back as an equal config."""
-    lines: list[str] = []
-    for name, value in msgspec.to_builtins(config).items():
-        if isinstance(value, dict):
-            below = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
-            lists = {key: v for key, v in value.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
-            plain = {key: v for key, v in value.items() if key not in below and key not in lists}
-            lines += [f"[{name}]", *_assignments(plain), ""]
-            for key, inner in below.items():
-                lines += [f"[{name}.{key}]", *_assignments(inner), ""]
-            for key, tables in lists.items():
-                for inner in tables:
-                    lines += [f"[[{name}.{key}]]", *_assignments(inner), ""]
-        else:
-            for table in value:
-                lines += [f"[[{name}]]", *_assignments(table), ""]
-    return "\n".join(lines)
-
-
-def _assignments(table: dict[str, object]) -> Iterator[str]:
-    for name, value in table.items():
-        if value is not None:
-            yield f"{name} = {_toml(value)}"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        return '"' + "".join(_TOML_ESCAPES.get(ch, ch) for ch in value) + '"'
-    raise TypeError(f"no TOML form for {type(value).__name__}")
-
-
-_TOML_ESCAPES: Final = {chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {'"': '\\"', "\\": "\\\\"}
 
 
 def _bracket(host: str) -> str:

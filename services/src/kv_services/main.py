@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kv_services.config import Role, load_config
+from kv_services.config import Role
 from kv_services.config_errors import ConfigError
+from kv_services.config_file import load_config
 from kv_services.process import Build, run, set_up_logging
 
 _NODE_ROLES = (Role.PREFILL, Role.DECODE, Role.STORE)

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from kv_services.config import ClusterConfig, load_config
+from kv_services.config import ClusterConfig
+from kv_services.config_file import load_config
 from kv_services.kvctl.output import console, print_json
 from kv_services.kvctl.status import ask_all
 from kv_services.launch.signals import run_until_signal

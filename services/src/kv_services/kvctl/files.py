@@ -9,7 +9,8 @@ from msgspec import inspect as mi
 from rich.table import Table
 
 from kv_bus.keys import fingerprint
-from kv_services.config import ClusterConfig, Role, dump_config, load_config
+from kv_services.config import ClusterConfig, Role
+from kv_services.config_file import dump_config, load_config
 from kv_services.kvctl.output import console, messages, print_json
 from kv_services.launch.keys import write_keys
 from kv_services.launch.local_config import local_config

@@ -13,7 +13,8 @@ import msgspec
 from rich.table import Table
 
 from kv_core.errors import KVError
-from kv_services.config import ClusterConfig, NodeConfig, load_config, parse_bytes
+from kv_services.config import ClusterConfig, NodeConfig, parse_bytes
+from kv_services.config_file import load_config
 from kv_services.kvctl.output import console, human_bytes, messages, print_json
 from kv_services.kvctl.status import NodeStatus, ask_all
 from kv_services.launch.signals import run_until_signal

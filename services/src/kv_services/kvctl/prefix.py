@@ -16,7 +16,8 @@ import msgspec
 from rich.table import Table
 
 from kv_core.errors import KVError
-from kv_services.config import ClusterConfig, NodeConfig, Role, load_config
+from kv_services.config import ClusterConfig, NodeConfig, Role
+from kv_services.config_file import load_config
 from kv_services.engine.load import EngineSpec, open_text
 from kv_services.kvctl.output import console, print_json
 from kv_services.launch.signals import run_until_signal

@@ -15,7 +15,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from kv_services.config import ClusterConfig, NodeConfig, load_config
+from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.config_file import load_config
 from kv_services.kvctl.output import console, messages, print_json
 from kv_services.launch.signals import run_until_signal
 from kv_services.membership.discovery import listed_nodes

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kv_services.config import ClusterConfig, load_config
+from kv_services.config import ClusterConfig
+from kv_services.config_file import load_config
 from kv_services.launch.errors import LaunchError
 from kv_services.launch.group import Command, ProcessGroup, service_command
 from kv_services.launch.keys import write_keys

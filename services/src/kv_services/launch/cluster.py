@@ -21,7 +21,9 @@ from typing import Final, Self
 
 import msgspec
 
-from kv_services.config import ClusterConfig, check_config, dump_config
+from kv_services.config import ClusterConfig
+from kv_services.config_checks import check_config
+from kv_services.config_file import dump_config
 from kv_services.launch.errors import NotRunningError
 from kv_services.launch.group import (
     START_TIMEOUT_S,

@@ -27,7 +27,8 @@ from kv_core.testing import SkewedClock
 from kv_core.wire import Registry
 from kv_prefix.placement import make_placement_policy
 from kv_prefix.prefix_index import Holder
-from kv_services.config import ClusterConfig, Role, parse_config
+from kv_services.config import ClusterConfig, Role
+from kv_services.config_file import parse_config
 from kv_services.engine.stub import StubModel
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.placing import Placer

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from kv_core.block import Layout
-from kv_services.config import load_config
+from kv_services.config_file import load_config
 from kv_services.engine.interface import ChatMessage, SamplingParams
 from kv_services.engine.load import EngineSpec, open_model, open_text
 from kv_services.engine.paged_kv import BufferPagedKV
