@@ -16,7 +16,15 @@ import aiohttp
 import msgspec
 
 from kv_core.block import BlockGeometry
-from kv_services.config import ClusterConfig, LimitsSection, ModelSection, TenantConfig, TiersSection, TransportSection
+from kv_services.config import (
+    ClusterConfig,
+    LimitsSection,
+    ModelSection,
+    RoutingSection,
+    TenantConfig,
+    TiersSection,
+    TransportSection,
+)
 from kv_services.engine.load import STUB_GEOMETRY
 from kv_services.engine.stub import StubModel
 from kv_services.launch import LocalCluster, PortReservation, local_config
@@ -220,6 +228,7 @@ async def running(
     operator_keys: Sequence[str] = (),
     tiers: TiersSection | None = None,
     tls_folder: str = "",
+    routing: RoutingSection | None = None,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
     with PortReservation() as ports:
@@ -240,7 +249,7 @@ async def running(
             model=MODEL,
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))
-        config = msgspec.structs.replace(config, cluster=cluster_section)
+        config = msgspec.structs.replace(config, cluster=cluster_section, routing=routing or config.routing)
         cluster = LocalCluster(config)
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=0)

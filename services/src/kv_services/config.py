@@ -172,9 +172,13 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
 class RoutingSection(_Section, frozen=True, kw_only=True):
     """How the gateway picks nodes."""
 
-    policy: Annotated[Literal["kv_aware"], Meta(description="kv_aware: longest prefix held, weighed against load")] = (
-        "kv_aware"
-    )
+    policy: Annotated[
+        Literal["kv_aware", "cache_aware", "power_of_two", "round_robin", "consistent_hash"],
+        Meta(
+            description="kv_aware: longest prefix held, weighed against load; cache_aware: longest prefix while loads "
+            "are even; power_of_two: less loaded of two; round_robin: in turn; consistent_hash: by the prompt's start"
+        ),
+    ] = "kv_aware"
 
 
 class DiskTierSection(_Section, frozen=True, kw_only=True):
