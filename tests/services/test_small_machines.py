@@ -20,7 +20,8 @@ from kv_services.metrics import Metrics
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import PullPlan
 from kv_services.node.pull_cost import PullCost, plan_pull
-from kv_services.replica.service import ReplicaService, ReplicaStamper
+from kv_services.replica.service import ReplicaService
+from kv_services.replica.stamper import ReplicaStamper
 
 R = RequestId("r")
 A, B = NodeId("a"), NodeId("b")

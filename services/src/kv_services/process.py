@@ -40,7 +40,8 @@ from kv_services.membership.discovery import EtcdDiscovery
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
 from kv_services.purge_file import PurgeFile
-from kv_services.replica.service import Offload, ReplicaService, ReplicaStamper, wait_out
+from kv_services.replica.service import Offload, ReplicaService
+from kv_services.replica.stamper import ReplicaStamper, wait_out
 from kv_services.side_http import SideHttp
 from kv_services.status_report import MoveCounts, SlotCounts, StatusReport, TierCounts, encode_status
 

@@ -313,7 +313,7 @@ class Endpoint:
         self._serving.stranger_arrived(route, data)
 
     def replies_writable(self) -> None:
-        self._serving.replies_writable()
+        self._serving.replies.writable()
 
     def keys_changed(self) -> None:
         """Cut off whom the list no longer names."""

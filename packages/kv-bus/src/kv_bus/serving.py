@@ -8,13 +8,12 @@ H3: whatever is refused is counted by cause, and answered with an error if it ca
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from kv_bus.carrier import Carrier, Frame, ReplyOutcome
+from kv_bus.carrier import Carrier, Frame
 from kv_bus.control import CONTROL, Cancel, Hello, HelloReply, header_of
 from kv_bus.errors import (
     AlreadyAnswered,
@@ -35,11 +34,11 @@ from kv_bus.limits import (
     HANDLER_JOBS_MAX,
     MAX_REQUEST_TIMEOUT_NS,
     OPEN_REQUESTS_PER_PEER,
-    REPLY_QUEUE_MAX,
 )
 from kv_bus.local import Local
 from kv_bus.peers import Peer, Peers
 from kv_bus.pending import PendingTable
+from kv_bus.replies import ReplyQueue
 from kv_bus.sequencer import NO_LIFE
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
@@ -118,8 +117,7 @@ class Serving:
         self._open: PendingTable[Incoming] = PendingTable()
         self._next_open_id = 0
         self._jobs: dict[asyncio.Task[None], None] = {}
-        self._backlog: dict[bytes, deque[bytes]] = {}
-        self._backlog_length = 0
+        self.replies = ReplyQueue(carrier, local.counters)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._draining = False
@@ -211,11 +209,11 @@ class Serving:
             failed = HandlerFailed(
                 node=self._local.node_id, message=type(request.message).__name__, exception=type(message).__name__
             )
-            self._send_reply(
+            self.replies.send(
                 request.route, self._local.encode(ErrorReply.of(failed), request.incarnation, request.call_id, 0)
             )
             raise
-        self._send_reply(request.route, data)
+        self.replies.send(request.route, data)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -251,28 +249,8 @@ class Serving:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
-        self._backlog.clear()
-        self._backlog_length = 0
+        self.replies.clear()
         self._maybe_empty()
-
-    def replies_writable(self) -> None:
-        """Replies that had to wait may be tried again."""
-        for route in list(self._backlog):
-            waiting = self._backlog[route]
-            while waiting:
-                outcome = self._carrier.reply(route, waiting[0])
-                if outcome is ReplyOutcome.BUSY:
-                    break
-                if outcome is ReplyOutcome.GONE:
-                    self._local.counters.replies_dropped += len(waiting)
-                    self._backlog_length -= len(waiting)
-                    waiting.clear()
-                else:
-                    waiting.popleft()
-                    self._backlog_length -= 1
-                    self._local.counters.replies_sent += 1
-            if not waiting:
-                del self._backlog[route]
 
     def abandon_all(self, line: Peer) -> None:
         """This peer will take no answers any more: it is in a new life, or cut off."""
@@ -454,7 +432,7 @@ class Serving:
                     self._refuse(route, envelope, WrongCluster(node=self._local.node_id, theirs=ours, ours=cluster))
                     return
                 reply = HelloReply(ours)
-                self._send_reply(
+                self.replies.send(
                     route, self._local.encode(reply, envelope.sender_incarnation, envelope.correlation_id, 0)
                 )
             case Cancel(call_id):
@@ -476,23 +454,7 @@ class Serving:
             self._send_error(route, Incarnation(header.sender_incarnation), header.correlation_id, error)
 
     def _send_error(self, route: bytes, incarnation: Incarnation, call_id: int, error: KVError) -> None:
-        self._send_reply(route, self._local.encode(ErrorReply.of(error), incarnation, call_id, 0))
-
-    def _send_reply(self, route: bytes, data: bytes) -> None:
-        counters = self._local.counters
-        if route not in self._backlog:
-            outcome = self._carrier.reply(route, data)
-            if outcome is ReplyOutcome.SENT:
-                counters.replies_sent += 1
-                return
-            if outcome is ReplyOutcome.GONE:
-                counters.replies_dropped += 1
-                return
-        if self._backlog_length >= REPLY_QUEUE_MAX:
-            counters.replies_dropped += 1
-            return
-        self._backlog.setdefault(route, deque()).append(data)
-        self._backlog_length += 1
+        self.replies.send(route, self._local.encode(ErrorReply.of(error), incarnation, call_id, 0))
 
     def _maybe_empty(self) -> None:
         if not len(self._open) and not self._jobs:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
-from kv_bus.interface import Bus, Event, Reply, Request, Stamp
+from kv_bus.interface import Bus, Event, Reply, Request
 from kv_consistency.effects import (
     BroadcastUpdates,
     ClaimsAdded,
@@ -24,6 +24,7 @@ from kv_consistency.effects import (
     PersistClockBound,
     ReportClock,
     ReportResync,
+    ReportWallAccepted,
     RequestEnded,
     RestartReplica,
     SendTo,
@@ -47,7 +48,6 @@ from kv_consistency.events import (
     WaitFor,
 )
 from kv_consistency.events import Event as ReplicaEvent
-from kv_consistency.hlc import Timestamp, restart_wait_ns
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
@@ -89,55 +89,8 @@ def in_thread(work: Callable[[], None]) -> "asyncio.Future[None]":
     return asyncio.get_running_loop().run_in_executor(None, work)
 
 
-async def wait_out(bound_ns: int, clock: Clock) -> None:
-    """Return when stamps that begin at the former life's bound are ones that peers take.
-
-    A life ends at most one horizon before its bound, so a restart is held up by less than that.
-    """
-    wait_ns = restart_wait_ns(bound_ns, clock.wall_ns())
-    if wait_ns:
-        await asyncio.sleep(wait_ns / 1e9)
-
-
 RENEWED_NS: Final = 1_000_000_000
 """How far a bound reaches that had to be waited for: less than a horizon, so that no restart waits for longer."""
-
-
-class ReplicaStamper:
-    """Stamps the bus's envelopes by the replica's own clock, so that a process has one clock. A wall that jumps is not
-    followed, a peer that is too far ahead is refused; the replica's service says both in its log.
-
-    Args:
-        renew: puts a higher clock bound on disk. A process that stood still, or started slowly, for longer than its
-            bound reaches has no other way to its next stamp.
-    """
-
-    def __init__(
-        self, manager: KvCacheConsistencyManager, clock: Clock, renew: Callable[[], None] | None = None
-    ) -> None:
-        self._manager = manager
-        self._clock = clock
-        self._renew = renew
-
-    def tick(self) -> Stamp:
-        stamp = self._within_bound(lambda: self._manager.stamp(self._now()))
-        return Stamp(stamp.wall_ns, stamp.logical, stamp.node)
-
-    def merge(self, remote: Stamp, /) -> None:
-        seen = Timestamp(remote.wall_ns, remote.logical, remote.node_id)
-        self._within_bound(lambda: self._manager.follow(seen, self._now()))
-
-    def _now(self) -> Instant:
-        return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
-
-    def _within_bound(self, stamp: Callable[[], Timestamp]) -> Timestamp:
-        try:
-            return stamp()
-        except ClockBoundReachedError:
-            if self._renew is None:
-                raise
-            self._renew()
-            return stamp()
 
 
 class ReplicaService:
@@ -418,7 +371,7 @@ class ReplicaService:
             _log.warning("replica refused %s: %s", type(event).__name__, error)
 
     def _within_bound(self, change: Callable[[], R]) -> R:
-        """Make a change that takes a stamp, with a higher clock bound if it needs one (see `ReplicaStamper`)."""
+        """Make a change that takes a stamp, with a higher clock bound if it needs one (as `ReplicaStamper`)."""
         try:
             return change()
         except ClockBoundReachedError:
@@ -464,6 +417,8 @@ class ReplicaService:
                 self._persist(bound_ns)
             case ReportClock(error, peer):
                 _log.error("clock is wrong whose=%s cause=%s", peer or "ours", error)
+            case ReportWallAccepted(ahead_ns):
+                _log.warning("clock is believed again, as peers confirm it ahead_ns=%d", ahead_ns)
             case ReportResync(peer, state):
                 _log.info("replica synchronises peer=%s state=%s", peer, state)
             case RestartReplica(seen):

@@ -36,7 +36,8 @@ from kv_services.life import LifeFile, LifeFileError
 from kv_services.messages import Load
 from kv_services.node.process import Memory, NodeWork, assemble
 from kv_services.process import Base, assemble_base, keep
-from kv_services.replica.service import ReplicaService, wait_out
+from kv_services.replica.service import ReplicaService
+from kv_services.replica.stamper import wait_out
 from kv_services.sim.causality import CausalOracle
 from kv_services.sim.compute import SimCompute
 from kv_services.sim.disk import Mount, SimDisk
