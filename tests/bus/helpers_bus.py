@@ -22,6 +22,7 @@ from kv_bus.ports import pick_ports
 from kv_bus.stamps import LamportStamper
 from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
 from kv_core.clock import Clock, SystemClock
+from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.testing import LoopClock, run_virtual
 from kv_core.wire import Envelope, Message, Registry, encode
@@ -335,3 +336,29 @@ class MuteStamper(RefusingStamper):
 def pack(value: object) -> bytes:
     """Any MessagePack."""
     return msgspec.msgpack.encode(value)
+
+
+class AppError(KVError):
+    """An error of a service, known to both sides."""
+
+    code = 2990
+    template = "slot {slot} of {node} is taken"
+
+
+async def subscribed(world: World, publisher: object, listener: Listener) -> None:
+    """Publish until the subscription is known to work."""
+    before = len(listener.events)
+    until_ns = world.clock.monotonic_ns() + 20 * S
+    while len(listener.events) == before:
+        assert world.clock.monotonic_ns() < until_ns
+        publisher.publish(Noted(-1))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+
+
+async def settled() -> None:
+    """Longer than the list is looked at again."""
+    await asyncio.sleep(1.2)
+
+
+Run = Callable[[Scenario], None]
