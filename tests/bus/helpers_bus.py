@@ -362,3 +362,22 @@ async def settled() -> None:
 
 
 Run = Callable[[Scenario], None]
+
+
+ZmqScenario = Callable[[ZmqWorld], Awaitable[None]]
+
+
+def run_zmq(scenario: ZmqScenario) -> None:
+    async def narrowed(world: World) -> None:
+        assert isinstance(world, ZmqWorld)
+        await scenario(world)
+
+    run_world("zmq", narrowed)
+
+
+def packet(*messages: bytes) -> bytes:
+    return struct.pack(f">{len(messages) + 1}I", len(messages), *map(len, messages)) + b"".join(messages)
+
+
+async def is_alive(world: ZmqWorld) -> None:
+    assert await world.nodes[A].request(B, Echo(b"alive"), timeout_ns=20 * S) == Echoed(b"alive")
