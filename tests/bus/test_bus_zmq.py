@@ -295,7 +295,7 @@ def test_a_closed_bus_leaves_no_descriptor_and_its_ports_can_be_taken_again() ->
 
 
 def test_replies_to_a_caller_that_does_not_read_are_bounded_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_bus.serving.REPLY_QUEUE_MAX", 20)
+    monkeypatch.setattr("kv_bus.replies.REPLY_QUEUE_MAX", 20)
     monkeypatch.setattr("kv_bus.zmq_bus.sockets.SOCKET_HWM", 2)
 
     async def scenario(world: ZmqWorld) -> None:
