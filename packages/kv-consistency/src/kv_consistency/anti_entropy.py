@@ -93,6 +93,7 @@ class AntiEntropy:
         retired: Callable[[Origin], bool],
         over: list[Origin],
         answer: bool,
+        reading_ns: int = 0,
     ) -> SendTo:
         """Our digest for that peer, as a difference to what it last said of itself."""
         peer = self._peers[node]
@@ -106,7 +107,8 @@ class AntiEntropy:
         # It may still count or mention a life that we retired: tell it as well.
         told = (origin for origin in (*base, *sorted(peer.over)) if retired(origin))
         ended = tuple(dict.fromkeys((*over, *told)))
-        return SendTo(node, Digest(peer.seq, peer.known_seq, seen, stamp.wall_ns, stamp.logical, answer, ended))
+        digest = Digest(peer.seq, peer.known_seq, seen, stamp.wall_ns, stamp.logical, answer, ended, reading_ns)
+        return SendTo(node, digest)
 
     def take_digest(self, node: NodeId, digest: Digest) -> VersionVector | None:
         """The vector of the peer; None when it cannot be told from what is kept here (the next one will do)."""

@@ -136,6 +136,13 @@ class ReportClock:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportWallAccepted:
+    """The own wall, which had jumped forward by that much, is believed: peers' walls agree with it."""
+
+    ahead_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportResync:
     """A synchronisation with that peer began, ended well, or was given up and will be tried again."""
 
@@ -171,6 +178,7 @@ Effect = (
     | ReplicaReady
     | PersistClockBound
     | ReportClock
+    | ReportWallAccepted
     | ReportResync
     | RestartReplica
 )

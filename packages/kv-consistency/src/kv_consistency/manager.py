@@ -229,7 +229,7 @@ class KvCacheConsistencyManager:
 
     def follow(self, remote: Timestamp, at: Instant) -> Timestamp:
         """The stamp of receiving something that is no update and carries `remote`. A peer's clock that is too far
-        ahead is reported as well, once until it is right again (`drain`). A newcomer to whom every peer is ahead
+        ahead is reported as well, once until it is right again (`drain`). A newcomer to whom most peers are ahead
         follows them after `ReplicaConfig.reply_timeout_ns`, by `join_offset_max_ns` at most.
 
         Raises:

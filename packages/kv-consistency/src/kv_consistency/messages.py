@@ -52,6 +52,7 @@ class Digest(Message, frozen=True, tag="consistency.digest"):
         seen: the sender's vector, or the difference.
         answer: sent because one was received; it is not answered again.
         over: lives that are over and that the receiver may still count.
+        reading_ns: what the sender's wall reads, believed or not; 0: not told.
     """
 
     seq: Count
@@ -61,6 +62,7 @@ class Digest(Message, frozen=True, tag="consistency.digest"):
     logical: Count
     answer: bool = False
     over: Origins = ()
+    reading_ns: Count = 0
 
 
 class RangeRequest(Message, frozen=True, tag="consistency.range_request"):

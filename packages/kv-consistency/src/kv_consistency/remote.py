@@ -124,7 +124,7 @@ def on_bound(replica: Replica, event: ClockBoundPersisted) -> list[Effect]:
 def on_clock_accepted(replica: Replica, event: ClockAccepted) -> list[Effect]:
     """The wall is right as it is."""
     replica.clock.accept_wall(event.at.wall_ns, event.at.now_ns)
-    replica.jumped = False
+    replica.peer_clocks.wall_is_right()
     return []
 
 
@@ -180,7 +180,7 @@ def _take_updates(
             raise LimitReachedError(what="origins", have=buffer.num_origins(), limit=limits.MAX_ORIGINS)
     if updates:
         last = updates[-1]
-        if not _follow_clock(replica, Timestamp(last.wall_ns, last.logical, origin.node), event.at, out):
+        if not _follow_clock(replica, Timestamp(last.wall_ns, last.logical, origin.node), event.at, out, fresh=False):
             return
     changes: Changes | None = None
     if not state.lives.is_current(origin):
@@ -232,6 +232,8 @@ def _take_range(replica: Replica, event: Received, reply: RangeReply, out: list[
 def _take_digest(replica: Replica, event: Received, digest: Digest, out: list[Effect]) -> None:
     if not _follow_clock(replica, Timestamp(digest.wall_ns, digest.logical, event.peer), event.at, out):
         return
+    if digest.reading_ns and replica.peer_clocks.jumped:
+        replica.peer_clocks.told(event.peer, digest.reading_ns, event.at.wall_ns, event.at.now_ns)
     changes = Changes(event.at.now_ns)
     for origin in digest.over:
         _bury(replica, origin, event.at, changes, out)
@@ -381,6 +383,7 @@ def _end_life(replica: Replica, origin: Origin, changes: Changes, out: list[Effe
     replica.anti_entropy.remove_peer(origin)
     replica.new_peers.discard(origin.node)
     replica.ahead.discard(origin.node)
+    replica.peer_clocks.forget(origin.node)
     if replica.session is not None and replica.session.peer == origin.node:
         _abandon(replica, changes, out)
     if at is not None:
@@ -399,20 +402,22 @@ def _is_self(replica: Replica, origin: Origin, out: list[Effect]) -> bool:
     return False
 
 
-def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Effect], joining: bool = False) -> bool:
-    """Merge a peer's stamp; False when it cannot be followed, and the message must be left alone."""
+def _follow_clock(
+    replica: Replica, stamp: Timestamp, at: Instant, out: list[Effect], joining: bool = False, fresh: bool = True
+) -> bool:
+    """Merge a peer's stamp; False when it cannot be followed, and the message must be left alone. One that is not
+    `fresh` was given out some time ago and says little of what the peer's clock reads now."""
+    if not joining and (not replica.synced or replica.peer_clocks.jumped):
+        return _follow_in_doubt(replica, stamp, at, out, fresh)
     try:
         if joining:
             replica.clock.adopt_floor(stamp, at.wall_ns, replica.config.join_offset_max_ns)
         else:
-            try:
-                replica.clock.merge(stamp, at.wall_ns, at.now_ns)
-                replica.jumped = False
-            except ClockJumpedError as jump:
-                replica.clock.merge(stamp, replica.instead_of_jump(jump, at, out))
+            replica.clock.merge(stamp, at.wall_ns, at.now_ns)
+    except ClockJumpedError:
+        return _follow_in_doubt(replica, stamp, at, out, fresh)
     except RemoteClockAheadError as error:
-        if joining or replica.ready:
-            replica.report_ahead(stamp.node, error, out)
+        replica.report_ahead(stamp.node, error, out)
         return False
     except ClockBoundReachedError:
         replica.want_bound(max(stamp.wall_ns, replica.trusted_wall(at, out)), out)
@@ -422,10 +427,21 @@ def _follow_clock(replica: Replica, stamp: Timestamp, at: Instant, out: list[Eff
     return True
 
 
+def _follow_in_doubt(replica: Replica, stamp: Timestamp, at: Instant, out: list[Effect], fresh: bool) -> bool:
+    """Merge a peer's stamp while this replica is new or its wall has jumped: peers' clocks are compared with ours."""
+    try:
+        replica.follow(stamp, at, out, fresh)
+    except (RemoteClockAheadError, ClockBoundReachedError):
+        return False
+    return True
+
+
 def _digest(replica: Replica, peer: NodeId, at: Instant, answer: bool) -> SendTo:
     buffer = replica.state.buffer
     over = replica.state.lives.over()
-    return replica.anti_entropy.digest_for(peer, buffer.vector(), replica.clock.last, buffer.retired, over, answer)
+    return replica.anti_entropy.digest_for(
+        peer, buffer.vector(), replica.clock.last, buffer.retired, over, answer, at.wall_ns
+    )
 
 
 def _compare(replica: Replica, at: Instant, out: list[Effect]) -> None:

@@ -20,6 +20,7 @@ from kv_consistency.effects import (
     PersistClockBound,
     ReplicaReady,
     ReportClock,
+    ReportWallAccepted,
     RestartReplica,
     WaiterFailed,
     WaiterReady,
@@ -38,6 +39,7 @@ from kv_consistency.errors import (
 )
 from kv_consistency.events import Instant, WaitFor
 from kv_consistency.hlc import HybridLogicalClock, Timestamp
+from kv_consistency.peer_clocks import PeerClocks
 from kv_consistency.state import Changes, State
 from kv_consistency.sync import Session
 from kv_consistency.update import OwnerEpoch, RaiseCount
@@ -100,10 +102,8 @@ class Replica:
         self.synced = False
         self.new_peers: set[NodeId] = set()
         self.bound_asked_ns = config.clock_floor_ns
-        self.jumped = False
+        self.peer_clocks = PeerClocks(config.offset_max_ns, config.reply_timeout_ns)
         self.ahead: set[NodeId] = set()
-        self.acquainted = False
-        self.stranger_since_ns: int | None = None
         self.fenced: Incarnation | None = None
         self.orphan_shard: int | None = None
         self.next_digest_ns = 0
@@ -167,54 +167,45 @@ class Replica:
             self.clock.check_jump(at.wall_ns, at.now_ns)
         except ClockJumpedError as error:
             return self.instead_of_jump(error, at, out)
-        self.jumped = False
+        if self.peer_clocks.jumped:
+            self.peer_clocks.wall_is_right()
         return at.wall_ns
 
     def instead_of_jump(self, error: ClockJumpedError, at: Instant, out: list[Effect]) -> int:
-        """Report a jump, once an episode; what the wall should read."""
-        if not self.jumped:
-            self.jumped = True
+        """Report a jump, once an episode; what the wall should read, or what it reads once peers confirm it: then it
+        was wrong before and is right now, as when a time service corrects a clock that began slow."""
+        if not self.peer_clocks.jumped:
+            self.peer_clocks.wall_jumped(at.now_ns)
             out.append(ReportClock(error, None))
+        elif self.peer_clocks.wall_is_confirmed(at.now_ns):
+            out.append(ReportWallAccepted(at.wall_ns - self.clock.expected_wall_ns(at.now_ns)))
+            self.clock.accept_wall(at.wall_ns, at.now_ns)
+            self.peer_clocks.wall_is_right()
+            return at.wall_ns
         return self.clock.expected_wall_ns(at.now_ns)
 
-    def follow(self, stamp: Timestamp, at: Instant, out: list[Effect]) -> Timestamp:
-        """Rise above a peer's stamp; one that lies too far ahead is reported once until a right one comes."""
+    def follow(self, stamp: Timestamp, at: Instant, out: list[Effect], fresh: bool = True) -> Timestamp:
+        """Rise above a peer's stamp; one that lies too far ahead is reported once until a right one comes. A `fresh`
+        one counts among the peers' clocks (peer_clocks.py)."""
         wall_ns = self.trusted_wall(at, out)
+        clocks, ahead = self.peer_clocks, False
         try:
-            if self._all_are_ahead(at):
+            if not self.synced and clocks.most_are_ahead(at.now_ns):
+                # We are new to a cluster that lives ahead of walls which were set back.
                 self.clock.adopt_floor(stamp, wall_ns, self.config.join_offset_max_ns)
-            elif self._wall_is_confirmed(stamp, at):
-                self.clock.accept_wall(at.wall_ns, at.now_ns)
-                self.jumped, wall_ns = False, at.wall_ns
             risen = self.clock.merge(stamp, wall_ns)
         except RemoteClockAheadError as error:
+            ahead = True
             self.report_ahead(stamp.node, error, out)
-            if self.stranger_since_ns is None:
-                self.stranger_since_ns = at.now_ns
             raise
         except ClockBoundReachedError:
             self.want_bound(max(stamp.wall_ns, wall_ns), out)
             raise
-        self.acquainted = True
-        self.stranger_since_ns = None
+        finally:
+            if fresh and (ahead or not self.synced or clocks.jumped):
+                clocks.heard(stamp.node, stamp.wall_ns, at.wall_ns, at.now_ns, ahead)
         self.ahead.discard(stamp.node)
         return risen
-
-    def _all_are_ahead(self, at: Instant) -> bool:
-        """Whether this replica is new and has heard for a while, and from nobody else but peers that are ahead of it: a
-        cluster that lives ahead of walls which were set back. One peer with a wrong clock among others is not that."""
-        since_ns = self.stranger_since_ns
-        if self.acquainted or self.synced or since_ns is None:
-            return False
-        return at.now_ns - since_ns >= self.config.reply_timeout_ns
-
-    def _wall_is_confirmed(self, stamp: Timestamp, at: Instant) -> bool:
-        """Whether our wall jumped, nobody's stamps could be followed for a while, and a peer's agrees with the wall:
-        then it was wrong before and is right now, as when a time service corrects a clock that began slow."""
-        since_ns = self.stranger_since_ns
-        if not self.jumped or since_ns is None or at.now_ns - since_ns < self.config.reply_timeout_ns:
-            return False
-        return abs(stamp.wall_ns - at.wall_ns) <= self.config.offset_max_ns
 
     def report_ahead(self, node: NodeId, error: RemoteClockAheadError, out: list[Effect]) -> None:
         """Say that a peer's clock is ahead, once an episode."""
