@@ -12,6 +12,7 @@ bytes, masked; the other words are SplitMix64 (Steele et al. 2014) of it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -39,6 +40,7 @@ Words = NDArray[np.uint64]
 _A: Final = np.uint64(0xD1342543DE82EF95)
 _B: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROOT: Final = np.uint64(0x243F6A8885A308D3)
+_WORD: Final = (1 << 64) - 1
 _A_INVERSE: Final = np.uint64(pow(int(_A), -1, 1 << 64))
 
 _CERTAIN: Final = 100.0
@@ -174,10 +176,22 @@ def _advance(state: np.uint64, tokens: NDArray[np.intp]) -> Words:
     """`s` after each token. The recurrence is a geometric sum, so it needs no loop: dividing by the powers of A
     (odd, hence invertible modulo 2**64) makes it a running sum."""
     count = len(tokens)
-    powers = np.cumprod(np.full(count, _A, dtype=np.uint64))
-    inverses = np.cumprod(np.full(count, _A_INVERSE, dtype=np.uint64))
+    powers, inverses, _ = _tables(count.bit_length())
     steps = (tokens.astype(np.uint64) + np.uint64(1)) * _B
-    return powers * (state + np.cumsum(steps * inverses, dtype=np.uint64))
+    return powers[:count] * (state + np.cumsum(steps * inverses[:count], dtype=np.uint64))
+
+
+@cache
+def _tables(num_bits: int) -> tuple[Words, Words, Words]:
+    """Powers of A and of its inverse, from the first on, and the factors of `_fold`: fewer than `2**num_bits` of each
+    are asked for, so one of these tables a power of two serves every length."""
+    count = 1 << num_bits
+    powers: Words = np.cumprod(np.full(count, _A, dtype=np.uint64), dtype=np.uint64)
+    inverses: Words = np.cumprod(np.full(count, _A_INVERSE, dtype=np.uint64), dtype=np.uint64)
+    factors: Words = _mix(np.arange(count, dtype=np.uint64)) | np.uint64(1)
+    for table in (powers, inverses, factors):
+        table.flags.writeable = False
+    return powers, inverses, factors
 
 
 def _mix(values: Words) -> Words:
@@ -187,13 +201,22 @@ def _mix(values: Words) -> Words:
     return values ^ (values >> np.uint64(31))
 
 
+@cache
 def _mask(layer: int) -> np.uint64:
     return np.uint64(_mix(np.array([layer + 1], dtype=np.uint64))[0])
 
 
+@cache
+def _offsets(layer: int, width: int) -> Words:
+    """What sets a layer's words of one token apart."""
+    offsets: Words = _mask(layer) + np.arange(width, dtype=np.uint64) * _B
+    offsets.flags.writeable = False
+    return offsets
+
+
 def _token_words(states: Words, layer: int, width: int) -> Words:
     """What a layer stores for each token, `(tokens, width)`: the masked state, then words derived from it."""
-    words = _mix(states[:, None] + _mask(layer) + np.arange(width, dtype=np.uint64) * _B)
+    words = _mix(states[:, None] + _offsets(layer, width))
     words[:, 0] = states ^ _mask(layer)
     return words
 
@@ -201,10 +224,9 @@ def _token_words(states: Words, layer: int, width: int) -> Words:
 def _fold(hidden: np.uint64, words: Words, layer: int) -> np.uint64:
     """Take every stored word of a layer into the hidden state; each one's factor is odd and its own, so that changing
     or exchanging words changes the sum."""
-    factors = _mix(np.arange(words.size, dtype=np.uint64)) | np.uint64(1)
-    with np.errstate(over="ignore"):
-        total = hidden * _A + np.dot(words.reshape(-1), factors) + _mask(layer)
-    return np.uint64(_mix(np.array([total], dtype=np.uint64))[0])
+    factors = _tables(words.size.bit_length())[2][: words.size]
+    total = int(hidden) * int(_A) + int(np.dot(words.reshape(-1), factors)) + int(_mask(layer))
+    return np.uint64(_mix(np.array([total & _WORD], dtype=np.uint64))[0])
 
 
 def _choice(digest: int) -> int:
