@@ -89,6 +89,9 @@ def test_the_sum_is_of_what_has_arrived_and_not_of_what_was_read() -> None:
         with page_seen_twice() as to:
             (check,) = copy(to, memoryview(source), np.array([[0, 0, len(source)]], np.int64))
             assert check == crc64(to) != crc64(source)
+    with page_seen_twice() as to:
+        arrived, read = kernels.copy_unsealed_cells(to, memoryview(source), np.array([[0, 0, len(source)]], np.int64))
+        assert arrived == [crc64(to)] and read == [crc64(source)]
 
 
 CELLS = st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.integers(0, 700)), max_size=8)

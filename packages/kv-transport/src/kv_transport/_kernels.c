@@ -31,6 +31,8 @@
  * core so far), so it comes from the first-level cache, and it is no multiple of 4 KiB, which would look like a
  * dependency of the load on the store. */
 #define LAG 9216
+/* How far ahead memory is asked for: about what arrives in the time that the farthest memory takes to answer. */
+#define AHEAD 4096
 
 static uint64_t table[8][256];
 static int have_pclmul, have_avx2, have_avx512;
@@ -140,8 +142,14 @@ __attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, 
     return crc_plain(crc_plain(0, rest, 16), p + at, n - at);
 }
 
-#define WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul")))
+#define WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul,prfchw")))
 #define LOAD512(at) _mm512_loadu_si512((const void *)(at))
+#define LANES 256
+
+/* The same by sixteen lanes. What is left in them is 256 bytes with the sum of all before. */
+typedef struct {
+    __m512i a, b, c, d;
+} Lanes;
 
 WIDE static inline __m512i fold512(__m512i x, __m512i k, __m512i next)
 {
@@ -149,47 +157,115 @@ WIDE static inline __m512i fold512(__m512i x, __m512i k, __m512i next)
                                      0x96);
 }
 
-/* The same by sixteen lanes. What is left in them is 256 bytes with the sum of all before. */
-WIDE static uint64_t crc_folded512(uint64_t crc, uint8_t *p, const uint8_t *from, size_t n)
+WIDE static inline Lanes load_lanes(const uint8_t *p)
+{
+    return (Lanes){LOAD512(p), LOAD512(p + 64), LOAD512(p + 128), LOAD512(p + 192)};
+}
+
+WIDE static inline void store_lanes(uint8_t *p, Lanes x)
+{
+    _mm512_storeu_si512(p, x.a);
+    _mm512_storeu_si512(p + 64, x.b);
+    _mm512_storeu_si512(p + 128, x.c);
+    _mm512_storeu_si512(p + 192, x.d);
+}
+
+WIDE static inline Lanes begin_lanes(Lanes first, uint64_t crc)
+{
+    first.a = _mm512_xor_si512(first.a, _mm512_zextsi128_si512(_mm_cvtsi64_si128((long long)crc)));
+    return first;
+}
+
+WIDE static inline Lanes fold_lanes(Lanes x, __m512i k, Lanes next)
+{
+    return (Lanes){fold512(x.a, k, next.a), fold512(x.b, k, next.b), fold512(x.c, k, next.c), fold512(x.d, k, next.d)};
+}
+
+/* With the fewer than `LANES` bytes after them. */
+WIDE static uint64_t end_lanes(Lanes x, const uint8_t *p, size_t n)
+{
+    uint8_t rest[LANES];
+    store_lanes(rest, x);
+    return crc_folded(crc_folded(0, rest, NULL, LANES), (uint8_t *)p, NULL, n);
+}
+
+WIDE static inline __m512i by_2048(void)
+{
+    return _mm512_broadcast_i32x4(_mm_set_epi64x((long long)fold_high[2], (long long)fold_low[2]));
+}
+
+WIDE static uint64_t crc_folded512(uint64_t crc, const uint8_t *p, size_t n)
 {
     if (n < 1024)
-        return crc_folded(crc, p, from, n);
-    size_t copied = n, at = 256;
-    if (from) {
-        copied = n < LAG ? n : LAG;
-        memcpy(p, from, copied);
-    }
-    const __m512i by_2048 = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)fold_high[2], (long long)fold_low[2]));
-    __m512i x0 = _mm512_xor_si512(LOAD512(p), _mm512_zextsi128_si512(_mm_cvtsi64_si128((long long)crc)));
-    __m512i x1 = LOAD512(p + 64), x2 = LOAD512(p + 128), x3 = LOAD512(p + 192);
-    for (; n - at >= 256; at += 256) {
-        if (n - copied >= 256) {
-            for (int i = 0; i < 256; i += 64)
-                _mm512_storeu_si512(p + copied + i, LOAD512(from + copied + i));
-            copied += 256;
-        } else if (copied < n) {
-            memcpy(p + copied, from + copied, n - copied);
-            copied = n;
+        return crc_folded(crc, (uint8_t *)p, NULL, n);
+    const __m512i k = by_2048();
+    Lanes x = begin_lanes(load_lanes(p), crc);
+    size_t at = LANES;
+    for (; n - at >= LANES; at += LANES)
+        x = fold_lanes(x, k, load_lanes(p + at));
+    return end_lanes(x, p + at, n - at);
+}
+
+/* Copies one block and asks for those to come: the source to read, the destination to own, which spares the processor
+ * half of what a store to a line that is not in the cache costs. Its own prefetching ends with each page. */
+WIDE static inline Lanes copy_lanes(uint8_t *to, const uint8_t *from, size_t left)
+{
+    if (left > AHEAD)
+        for (int i = 0; i < LANES; i += 64) {
+            _mm_prefetch((const char *)(from + AHEAD + i), _MM_HINT_T0);
+            __builtin_prefetch(to + AHEAD + i, 1, 3);
         }
-        x0 = fold512(x0, by_2048, LOAD512(p + at));
-        x1 = fold512(x1, by_2048, LOAD512(p + at + 64));
-        x2 = fold512(x2, by_2048, LOAD512(p + at + 128));
-        x3 = fold512(x3, by_2048, LOAD512(p + at + 192));
+    const Lanes block = load_lanes(from);
+    store_lanes(to, block);
+    return block;
+}
+
+/* One pass over at least `LANES` bytes: what was read is summed in registers, and what has arrived `LAG` bytes behind. */
+WIDE static inline uint64_t copy_folded512(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc, uint64_t *read)
+{
+    const __m512i k = by_2048();
+    const size_t whole = n - n % LANES, first = whole < LAG ? whole : LAG;
+    Lanes source = begin_lanes(copy_lanes(to, from, whole), read ? *read : 0);
+    size_t at = LANES, summed = LANES;
+    for (; at < first; at += LANES) {
+        const Lanes block = copy_lanes(to + at, from + at, whole - at);
+        if (read)
+            source = fold_lanes(source, k, block);
     }
-    uint8_t rest[256];
-    _mm512_storeu_si512(rest, x0);
-    _mm512_storeu_si512(rest + 64, x1);
-    _mm512_storeu_si512(rest + 128, x2);
-    _mm512_storeu_si512(rest + 192, x3);
-    return crc_folded(crc_folded(0, rest, NULL, 256), p + at, NULL, n - at);
+    /* What was stored is read from memory, not remembered. */
+    __asm__ volatile("" ::: "memory");
+    Lanes target = begin_lanes(load_lanes(to), crc);
+    for (; at < whole; at += LANES, summed += LANES) {
+        const Lanes block = copy_lanes(to + at, from + at, whole - at);
+        if (read)
+            source = fold_lanes(source, k, block);
+        target = fold_lanes(target, k, load_lanes(to + summed));
+    }
+    for (; summed < whole; summed += LANES)
+        target = fold_lanes(target, k, load_lanes(to + summed));
+    memcpy(to + whole, from + whole, n - whole);
+    __asm__ volatile("" ::: "memory");
+    if (read)
+        *read = end_lanes(source, from + whole, n - whole);
+    return end_lanes(target, to + whole, n - whole);
+}
+
+WIDE static uint64_t copy_and_sum512(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc)
+{
+    return copy_folded512(to, from, n, crc, NULL);
+}
+
+WIDE static uint64_t copy_and_sum_both512(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc, uint64_t *read)
+{
+    return copy_folded512(to, from, n, crc, read);
 }
 #endif
 
 static uint64_t copy_and_sum(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc)
 {
 #if HAVE_X86
-    if (have_avx512)
-        return crc_folded512(crc, to, from, n);
+    if (have_avx512 && n >= 1024)
+        return copy_and_sum512(to, from, n, crc);
     if (have_pclmul)
         return crc_folded(crc, to, from, n);
 #endif
@@ -208,10 +284,9 @@ static uint64_t copy_and_sum(uint8_t *to, const uint8_t *from, size_t n, uint64_
 static uint64_t sum(const uint8_t *p, size_t n, uint64_t crc)
 {
 #if HAVE_X86
-    /* Nothing is written when there is nothing to copy. */
     if (have_avx512)
-        return crc_folded512(crc, (uint8_t *)p, NULL, n);
-    if (have_pclmul)
+        return crc_folded512(crc, p, n);
+    if (have_pclmul) /* nothing is written when there is nothing to copy */
         return crc_folded(crc, (uint8_t *)p, NULL, n);
 #endif
     return crc_plain(crc, p, n);
@@ -247,6 +322,10 @@ static int get(PyObject *object, Py_buffer *view, int flags, const char *name, P
 /* Both sums: of what was read, and of what has arrived. */
 static uint64_t copy_and_sum_both(uint8_t *to, const uint8_t *from, size_t n, uint64_t crc, uint64_t *read)
 {
+#if HAVE_X86
+    if (have_avx512 && n >= 1024)
+        return copy_and_sum_both512(to, from, n, crc, read);
+#endif
     while (n) {
         size_t piece = n < READ_PIECE ? n : READ_PIECE;
         *read = sum(from, piece, *read);
