@@ -2,7 +2,8 @@
 
 One session is: a lease, this process's record under it, the listing as a whole, then a watch from its revision on while
 the lease is renewed. Whatever goes wrong ends the session, and another begins after a pause, at the next endpoint;
-meanwhile everybody goes on with the members he knows, so a lost etcd stops no request. Decisions are `Directory`'s.
+meanwhile everybody goes on with the members he knows, so a lost etcd stops no request. What follows from what etcd says
+is for `MemberList`.
 """
 
 import asyncio
@@ -13,25 +14,14 @@ from typing import Final
 
 import aiohttp
 
-from kv_bus.interface import Bus, PeerAddress
+from kv_bus.interface import Bus
 from kv_core.ids import Incarnation, NodeId
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.membership.actor import ClusterView
-from kv_services.membership.discovery_state import (
-    AddMember,
-    Directory,
-    Effect,
-    LifeBegan,
-    LifeEnded,
-    Listing,
-    RecordGone,
-    RecordPut,
-    RemoveMember,
-)
+from kv_services.membership.discovery_state import Listing, RecordGone, RecordPut
 from kv_services.membership.etcd_client import EtcdClient, EtcdError, KeyDeleted, KeyEvent, KeyPut
+from kv_services.membership.member_list import MemberList
 from kv_services.membership.records import NodeRecord, RecordError, decode_record, encode_record, record_of
-from kv_services.membership.state import Effect as MemberEffect
-from kv_services.membership.state import MemberDied, MemberUp
 
 PAUSE_FIRST_S: Final = 0.2
 PAUSE_MAX_S: Final = 2.0
@@ -50,9 +40,7 @@ class EtcdDiscovery:
         self._prefix = key_prefix(config)
         self._allow_remote = config.cluster.allow_remote
         self._record = record_of(node, incarnation)
-        self._bus = bus
-        self._cluster = cluster
-        self._directory = Directory(node.node_id, frozenset(cluster.roles))
+        self._list = MemberList(node.node_id, bus, cluster)
         self._closed: asyncio.Event | None = None
         self._lease: tuple[EtcdClient, str] | None = None
         self.problem = ""
@@ -61,11 +49,11 @@ class EtcdDiscovery:
     @property
     def members(self) -> list[NodeConfig]:
         """Processes that are members by their record."""
-        return [record.config() for record in self._directory.members()]
+        return self._list.members()
 
     async def start(self) -> None:
         self._closed = asyncio.Event()
-        self._cluster.on_change(self._on_member)
+        self._list.attach()
 
     async def run(self) -> None:
         """Hold one session after another until closed."""
@@ -111,7 +99,7 @@ class EtcdDiscovery:
         await client.put(self._prefix + self._record.node_id, encode_record(self._record), lease)
         listed, revision = await client.listing(self._prefix)
         records = [record for key, value in listed.items() if (record := self._read(key, value)) is not None]
-        self._perform(self._directory.step(Listing(tuple(records))))
+        self._list.hear(Listing(tuple(records)))
         self.sessions += 1
         if self.problem:
             _log.info("etcd is back, it lists %d processes", len(records))
@@ -143,9 +131,9 @@ class EtcdDiscovery:
             case KeyPut(key, value):
                 record = self._read(key, value)
                 if record is not None:
-                    self._perform(self._directory.step(RecordPut(record)))
+                    self._list.hear(RecordPut(record))
             case KeyDeleted(key):
-                self._perform(self._directory.step(RecordGone(NodeId(key.removeprefix(self._prefix)))))
+                self._list.hear(RecordGone(NodeId(key.removeprefix(self._prefix))))
 
     def _read(self, key: str, value: bytes) -> NodeRecord | None:
         """The record under a key; None, and a line in the log, when it is none."""
@@ -154,33 +142,6 @@ class EtcdDiscovery:
         except RecordError as error:
             _log.warning("%s", error)
             return None
-
-    def _on_member(self, effect: MemberEffect) -> None:
-        match effect:
-            case MemberUp(node_id):
-                self._perform(self._directory.step(LifeBegan(node_id)))
-            case MemberDied(node_id):
-                # In a later turn: listeners of this death still ask what the member was.
-                asyncio.get_running_loop().call_soon(lambda: self._ended(node_id))
-            case _:
-                pass
-
-    def _ended(self, node_id: NodeId) -> None:
-        if node_id not in self._cluster.view.alive():
-            self._perform(self._directory.step(LifeEnded(node_id)))
-
-    def _perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case AddMember(record):
-                    node = record.config()
-                    _log.info("member listed node=%s role=%s bus=%s", node.id, node.role.value, node.bus_endpoint)
-                    self._bus.add_peer(PeerAddress(node.node_id, node.bus_endpoint, node.events_endpoint))
-                    self._cluster.add_member(node.node_id, node.role)
-                case RemoveMember(node_id):
-                    _log.info("member gone node=%s", node_id)
-                    self._cluster.remove_member(node_id)
-                    self._bus.remove_peer(node_id)
 
     async def _leave(self) -> None:
         """Take this process off the list, so that nobody waits for its lease to end."""
