@@ -161,6 +161,19 @@ def test_memory_between_the_blocks_that_stay_comes_back_too() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("num_blocks", [60_000, 100_000, 200_000, 400_000])
+def test_hardly_anything_of_a_holder_is_left_after_its_sweep_whatever_its_size(num_blocks: int) -> None:
+    table = make_bit_table()
+    packed = random.Random(num_blocks).randbytes(20 * num_blocks)
+    table.set(packed, 0)
+    table.set(packed[: 20 * 2_000], TIERS)
+    sweep(table, b"\1")
+    assert len(table) == 2_000
+    # A region of 96 KiB, a page of set numbers, and 256 small shards: not a part of what there was.
+    assert table.nbytes() < 200_000
+
+
+@compiled
 def test_the_memory_is_a_few_dozen_bytes_a_block_whatever_holds_it() -> None:
     table = make_bit_table()
     draw = random.Random(1)

@@ -74,7 +74,7 @@ static inline Place *find(Table *t, const Shard *s, uint64_t low, uint64_t high)
 static void shrink(Table *t, Shard *s)
 {
     uint32_t size = s->size;
-    while (size > MIN_SLOTS && s->used * 8 < size)
+    while (size > MIN_SLOTS && s->used * 4 < size)
         size /= 2;
     if (!s->used)
         size = 0;
@@ -95,8 +95,10 @@ static void forget_place(Table *t, Shard *s, Place *place)
     }
     s->places[at].at = 0;
     s->used--;
-    /* All large shards get too large at about the same time: they take turns, so that no call shrinks them all. */
-    if (s->size <= 256)
+    /* All large shards get too large at about the same time: they take turns, so that no call shrinks them all. A shard
+     * of `size` is too large when size / 4 of its places are used; until nothing is left, every shard gets size / 1024
+     * turns. Those that might get none are small, and shrink at once. */
+    if (s->size <= 1024)
         shrink(t, s);
     if (t->num_entries % 256 == 0)
         shrink(t, &t->shards[t->turn++ % NUM_SHARDS]);

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kv_core.checksum import crc64
+from kv_core.checksum import crc64_each
 from kv_core.namespace import HASH_SCHEME
 from kv_prefix.tiers import manifest
 from kv_prefix.tiers.blocks import PlacedBlock
@@ -36,6 +36,8 @@ RECORD_RESERVE: Final = 3
 """Records that room is kept for per block: the manifest grows to twice its need and is then copied."""
 SPARE_RECORDS: Final = 64
 """Records by which a manifest may exceed twice its need, so that a nearly empty one is not copied at each write."""
+
+_Item = tuple[PlacedBlock, Cells]
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -64,17 +66,6 @@ class DiskShape:
     def record_nbytes(self) -> int:
         """About what one record takes: names, digests, tokens and checks."""
         return 256 + 4 * self.block_size + 8 * self.num_layers
-
-
-class _Piece:
-    """One call's buffers, and which layers of which items they are: (index in items, first layer, buffers)."""
-
-    __slots__ = ("buffers", "offset", "parts")
-
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
-        self.buffers: list[memoryview] = []
-        self.parts: list[tuple[int, int, Cells]] = []
 
 
 class DiskStore:
@@ -133,8 +124,9 @@ class DiskStore:
         """
         self.forget(forget)
         try:
-            for piece in self._pieces(items, WRITE_PIECE_BYTES):
-                _write_all(self._blocks, piece.buffers, piece.offset)
+            for offset, run in self._runs(items):
+                for at, buffers in self._pieces(run, WRITE_PIECE_BYTES):
+                    _write_all(self._blocks, buffers, offset + at * self._shape.layer_nbytes)
         except OSError as error:
             raise self._translate("blocks", error) from error
         records = [(item.place, manifest.frame(manifest.Stored(item.place, item.block))) for item, _ in items]
@@ -156,17 +148,25 @@ class DiskStore:
 
     def read(self, items: Sequence[tuple[PlacedBlock, Cells]]) -> list[bool]:
         """Read blocks into their buffers; per block, whether all its bytes are there and are what was sealed."""
-        checks = [item.block.layer_checks() for item, _ in items]
-        sound = [True] * len(items)
-        for piece in self._pieces(items, READ_PIECE_BYTES):
-            got = _read_all(self._blocks, piece.buffers, piece.offset)
-            for index, first_layer, cells in piece.parts:
-                got -= len(cells) * self._shape.layer_nbytes
+        sound: dict[int, bool] = {}
+        layer_nbytes, num_layers = self._shape.layer_nbytes, self._shape.num_layers
+        runs = list(self._runs(items))
+        for offset, run in runs:
+            self._read_ahead(offset, len(run) * self._shape.block_nbytes)
+        for offset, run in runs:
+            places = [item.place for item, _ in run]
+            sound.update(dict.fromkeys(places, True))
+            checks = [check for item, _ in run for check in item.block.layer_checks()]
+            for at, buffers in self._pieces(run, READ_PIECE_BYTES):
+                need = len(buffers) * layer_nbytes
+                got = _read_all(self._blocks, buffers, offset + at * layer_nbytes, need)
                 # Right after they came: the bytes are still in the processor's cache.
-                expected = checks[index][first_layer : first_layer + len(cells)]
-                if got < 0 or tuple(map(crc64, cells)) != expected:
-                    sound[index] = False
-        return sound
+                sums = crc64_each(buffers if got == need else buffers[: got // layer_nbytes])
+                if sums != checks[at : at + len(buffers)]:
+                    for i in range(at, at + len(buffers)):
+                        if i - at >= len(sums) or sums[i - at] != checks[i]:
+                            sound[places[i // num_layers]] = False
+        return [sound[item.place] for item, _ in items]
 
     def clear(self) -> None:
         """Forget everything and give the disk its room back.
@@ -268,29 +268,33 @@ class DiskStore:
             except OSError as error:
                 raise self._translate("manifest", error) from error
 
-    def _pieces(self, items: Sequence[tuple[PlacedBlock, Cells]], piece_nbytes: int) -> Iterator[_Piece]:
-        """The layers of blocks in order of place, cut into calls."""
-        layer_nbytes, num_layers = self._shape.layer_nbytes, self._shape.num_layers
-        most = max(1, min(IOV_MAX, piece_nbytes // layer_nbytes))
-        piece = _Piece(-1)
-        end = -1
-        for index in sorted(range(len(items)), key=lambda index: items[index][0].place):
-            item, cells = items[index]
-            start = item.place * self._shape.block_nbytes
-            layer = 0
-            while layer < num_layers:
-                offset = start + layer * layer_nbytes
-                if offset != end or len(piece.buffers) == most:
-                    if piece.buffers:
-                        yield piece
-                    piece = _Piece(offset)
-                part = cells[layer : layer + most - len(piece.buffers)]
-                piece.buffers.extend(part)
-                piece.parts.append((index, layer, part))
-                layer += len(part)
-                end = offset + len(part) * layer_nbytes
-        if piece.buffers:
-            yield piece
+    def _runs(self, items: Sequence[_Item]) -> Iterator[tuple[int, list[_Item]]]:
+        """Blocks whose places follow one another, in order of place, each run with where it begins in the file."""
+        run: list[_Item] = []
+        for item in sorted(items, key=_place_of):
+            if run and item[0].place != run[-1][0].place + 1:
+                yield run[0][0].place * self._shape.block_nbytes, run
+                run = []
+            run.append(item)
+        if run:
+            yield run[0][0].place * self._shape.block_nbytes, run
+
+    def _pieces(self, run: Sequence[_Item], piece_nbytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+        """The layers of a run, cut into calls; each with the number of its first layer, counted over the run."""
+        most = max(1, min(IOV_MAX, piece_nbytes // self._shape.layer_nbytes))
+        layers = [cell for _, cells in run for cell in cells]
+        for at in range(0, len(layers), most):
+            yield at, layers[at : at + most]
+
+    def _read_ahead(self, offset: int, nbytes: int) -> None:
+        """Have the device begin with all of a run that is not in memory, while its beginning is copied and checked."""
+        try:
+            os.preadv(self._blocks, [bytearray(1)], offset + nbytes - 1, os.RWF_NOWAIT)
+        except BlockingIOError:
+            os.posix_fadvise(self._blocks, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            # A file system that cannot say: the kernel reads ahead by itself where it sees a sequence.
+            return
 
     def _translate(self, what: str, error: OSError) -> TierFullError | TierIOError:
         where = str(self._folder / what)
@@ -298,36 +302,42 @@ class DiskStore:
         return kind(where=where, reason=error.strerror or str(error))
 
 
+def _place_of(item: _Item) -> int:
+    return item[0].place
+
+
 def _write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    _move_all(os.pwritev, fd, buffers, offset)
+    nbytes = sum([buffer.nbytes for buffer in buffers])
+    moved = os.pwritev(fd, buffers, offset)
+    if moved < nbytes:
+        _go_on(os.pwritev, fd, buffers, offset, moved)
 
 
-def _read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, nbytes: int) -> int:
     """Bytes read before the end of the file, or before the device failed."""
     try:
-        return _move_all(os.preadv, fd, buffers, offset)
+        moved = os.preadv(fd, buffers, offset)
+        return moved if moved == nbytes else _go_on(os.preadv, fd, buffers, offset, moved)
     except OSError:
         return 0
 
 
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+def _go_on(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    moved: int,
 ) -> int:
-    """Go on after short reads and writes; the number of bytes moved."""
-    nbytes = sum([buffer.nbytes for buffer in buffers])
-    if len(buffers) <= IOV_MAX and move(fd, buffers, offset) == nbytes:
-        return nbytes
-    # Rare: begin again, keeping account of where it stops.
-    total = at = 0
+    """After a short read or write of `moved` bytes, move the rest; the number of bytes moved in all."""
+    total = 0
     left = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers]
-    while at < len(left):
-        moved = move(fd, left[at : at + IOV_MAX], offset + total)
-        if moved == 0:
-            break
+    while moved:
         total += moved
-        while at < len(left) and moved >= len(left[at]):
-            moved -= len(left[at])
-            at += 1
-        if moved:
-            left[at] = left[at][moved:]
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if not left:
+            break
+        left[0] = left[0][moved:]
+        moved = move(fd, left, offset + total)
     return total
