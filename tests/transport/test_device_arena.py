@@ -35,8 +35,8 @@ NVCC = shutil.which("nvcc")
 
 
 def random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """bf16 bits of numbers of all sizes, none of them beyond what comes back finite."""
-    bits = rng.integers(0, 0x7F78, shape) | (rng.integers(0, 2, shape) << 15)
+    """bf16 bits of numbers of all sizes that have a scale."""
+    bits = rng.integers(0, kernels.TOP_MAX + 1, shape) | (rng.integers(0, 2, shape) << 15)
     near = ((rng.standard_normal(shape).astype(np.float32)).view(np.uint32) >> 16).astype(np.int64)
     return np.where(rng.random(shape) < 0.5, bits, near).astype(np.uint16)
 
@@ -56,8 +56,8 @@ def test_fp8_is_bit_for_bit_that_of_the_host(seed: int, shape: tuple[int, int, i
     assert np.array_equal(device_kernels.dequantise_bf16(np, codes, scales), back)
 
 
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC1, 0x7F78, 0xFF7F])
-def test_what_does_not_come_back_finite_is_said(bits: int) -> None:
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC1, 0x4DC4, 0xCDC4])
+def test_what_has_no_scale_is_said(bits: int) -> None:
     values = np.full((1, 2, 3), 0x3F80, np.uint16)
     values[0, 1, 2] = bits
     assert not device_kernels.quantise_bf16(np, values)[2]
@@ -198,14 +198,20 @@ int main(int, char **argv) {
     u64 sums[3] = {kv_crc(bytes.data(), nbytes, tables.data()), kv_crc(bytes.data() + 3, nbytes - 3, tables.data()), 0};
     sums[2] = kv_shift(sums[0], shift);
     fwrite(sums, 8, 3, out);
-    for (int lift = 0; lift < 4; ++lift)
-        for (u32 bits = 0; bits < 65536; ++bits) {
-            u32 size = bits & 0x7FFF;
-            int scale = kv_scale_of(size) + lift * 5;
-            if (scale > 247) scale = 247;
-            u8 pair[2] = {(u8)scale, size < KV_BF16_TOP ? kv_quantise(bits, scale) : (u8)0};
-            fwrite(pair, 1, 2, out);
-        }
+    u32 shape[3];
+    if (fread(shape, 4, 3, in) != 3) return 1;
+    u32 matrices = shape[0], tokens = shape[1], channels = shape[2];
+    std::vector<u16> values(matrices * tokens * channels);
+    if (fread(values.data(), 2, values.size(), in) != values.size()) return 1;
+    for (u32 i = 0; i < matrices * channels; ++i) {
+        const u16 *first = values.data() + i / channels * tokens * channels + i % channels;
+        u32 top = 0;
+        for (u32 token = 0; token < tokens; ++token)
+            if ((first[token * channels] & 0x7FFFu) > top) top = first[token * channels] & 0x7FFFu;
+        int scale = kv_choose_scale(first, tokens, channels, top);
+        fputc(scale, out);
+        for (u32 token = 0; token < tokens; ++token) fputc((int)kv_quantise(first[token * channels], scale), out);
+    }
     return fclose(out);
 }
 """
@@ -222,24 +228,22 @@ def test_the_fused_source_compiles_and_its_functions_are_those_of_the_host(tmp_p
     data, other = np.random.default_rng(5).bytes(4099), np.random.default_rng(6).bytes(5)
     (shift,) = cuda_kernels.crc_shifts(5)  # one piece of 5 bytes
     parts = [cuda_kernels.crc_tables().tobytes(), np.uint32(len(data)).tobytes(), data, shift.tobytes()]
-    (tmp_path / "in").write_bytes(b"".join(parts))
-    subprocess.run([str(tmp_path / "harness"), "in", "out"], cwd=tmp_path, check=True, timeout=60)
-    told = (tmp_path / "out").read_bytes()
-    whole, tail, moved = np.frombuffer(told[:24], np.uint64).tolist()
-    assert (whole, tail) == (crc64(data), crc64(data[3:]))
-    assert moved ^ crc64(other) == crc64(data + other)
-    pairs = np.frombuffer(told[24:], np.uint8).reshape(4, 65536, 2)
-    bits = np.arange(65536, dtype=np.uint16)
-    fit = (bits & 0x7FFF) < 0x7F78
-    values = (bits[fit].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    for lift in range(4):
-        # A larger neighbour in the channel lifts the scale.
-        scales, codes = pairs[lift, fit, 0], pairs[lift, fit, 1]
-        size = np.abs(np.ldexp(values, 127 - scales.astype(np.int64)))
-        middles = (kernels.E4M3_VALUES[:-1] + kernels.E4M3_VALUES[1:]) / 2
-        below, above = np.searchsorted(middles, size, side="left"), np.searchsorted(middles, size, side="right")
-        expected = np.where(below & 1, above, below) | np.where(bits[fit] & 0x8000, 0x80, 0)
-        assert np.array_equal(codes, expected), lift
+    # Every magnitude alone in its channel, and channels of numbers of all sizes and of like ones.
+    rng, alone = np.random.default_rng(8), np.arange(kernels.TOP_MAX + 1, dtype=np.uint16)
+    cells = [alone.reshape(1, 1, -1), random_bf16(rng, (50, 16, 64)), random_bf16(rng, (50, 16, 64)) & 0x007F | 0x3F80]
+    shaped = [np.array(cell.shape, np.uint32).tobytes() + cell.tobytes() for cell in cells]
+    for cell, tail_of_input in zip(cells, shaped, strict=True):
+        (tmp_path / "in").write_bytes(b"".join([*parts, tail_of_input]))
+        subprocess.run([str(tmp_path / "harness"), "in", "out"], cwd=tmp_path, check=True, timeout=60)
+        told = (tmp_path / "out").read_bytes()
+        whole, tail, moved = np.frombuffer(told[:24], np.uint64).tolist()
+        assert (whole, tail) == (crc64(data), crc64(data[3:]))
+        assert moved ^ crc64(other) == crc64(data + other)
+        codes, scales = np.empty(cell.shape, np.uint8), np.empty((cell.shape[0], cell.shape[2]), np.uint8)
+        assert kernels.plain_quantise_bf16(cell, codes, scales)
+        columns = np.frombuffer(told[24:], np.uint8).reshape(cell.shape[0], cell.shape[2], 1 + cell.shape[1])
+        assert np.array_equal(columns[:, :, 0], scales)
+        assert np.array_equal(columns[:, :, 1:].transpose(0, 2, 1), codes)
 
 
 @pytest.mark.gpu

@@ -49,10 +49,11 @@ def cast_cell(source: BlockGeometry, data: memoryview, target: DType, scale: int
 @lru_cache(maxsize=8)
 def _from_fp8(scale: int) -> NDArray[np.uint16]:
     """bf16 bits of each code."""
-    table = np.empty((1, 256, 1), np.uint16)
-    codes = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
-    kernels.plain_dequantise_bf16(codes, np.array([[scale]], np.uint8), table)
-    return table.ravel()
+    size = np.arange(256) & _NAN
+    with np.errstate(over="ignore"):  # a declared scale may be one under which the largest codes are infinite
+        values = np.ldexp(np.append(kernels.E4M3_VALUES, 0.0)[size], scale - 127).astype(np.float32)
+    bits = np.where(size == _NAN, 0x7FC0, kernels.round_to_bf16(values))
+    return (bits | np.where(np.arange(256) & 0x80, 0x8000, 0)).astype(np.uint16)
 
 
 @lru_cache(maxsize=8)
@@ -62,10 +63,7 @@ def _to_fp8(scale: int) -> NDArray[np.uint8]:
     with np.errstate(invalid="ignore"):
         values = np.ldexp(bits.view(np.float32).astype(np.float64), 127 - scale)
     size = np.abs(np.nan_to_num(values, nan=np.inf))
-    finite = kernels.E4M3_VALUES
-    middles = (finite[:-1] + finite[1:]) / 2
-    below, above = np.searchsorted(middles, size, side="left"), np.searchsorted(middles, size, side="right")
-    codes = np.where(below & 1, above, below)
+    codes = kernels.nearest_codes(size)
     # Beyond halfway to where the next code would be.
     codes = np.where(size > 464, _NAN, codes)
     return (codes | np.where(bits >> 31, 0x80, 0)).astype(np.uint8)

@@ -6,9 +6,10 @@
 | `fp8_e4m3` | bf16 | 0.5, and a scale byte per channel (0.531 with 16 tokens a block) | `Fidelity("fp8_e4m3", 1)` |
 | `int8` | bf16 | 0.5, and a scale byte per K channel and per V token | `Fidelity("int8", 1)` |
 
-Scales are powers of two in one byte (biased by 127). K has few channels with large values, so its scales are per
-channel; V has none, so INT8 takes them per token, and a token that comes later does not change them (KIVI, Liu and
-others, ICML 2024). FP8 has exponents of its own and takes channels for both.
+Scales are exponents in one byte: whole ones for INT8 (biased by 127), quarters for FP8 (`kernels`), which has exponents
+of its own and gains by being rounded under the better of four. K has few channels with large values, so its scales are
+per channel; V has none, so INT8 takes them per token, and a token that comes later does not change them (KIVI, Liu and
+others, ICML 2024). FP8 takes channels for both.
 
 C1: `decode(encode(x))` is x for a lossless codec; for a lossy one it is within the error of its format, and encoding
 it once more changes nothing. C2: an encoded cell has a length that codec and geometry alone say, or it is a whole unit
@@ -30,6 +31,9 @@ from kv_transport.errors import CodecFailed, FrameRefused, GeometryMismatch
 
 LZ4_WORTH: Final = 0.95
 """A unit that LZ4 leaves longer than this part of itself goes raw."""
+
+NO_SCALE: Final = "a value is not finite, or too large for FP8"
+"""Why a cell has no form in FP8."""
 
 _INT8_SCALE_MAX: Final = 249
 
@@ -82,7 +86,7 @@ def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview, out: me
     """Write one cell under a lossy codec into `out`: the scales, then the codes, both in canonical order.
 
     Raises:
-        CodecFailed: a value is not finite.
+        CodecFailed: a value is not finite, or has no scale.
         GeometryMismatch: the codec is not for this element type.
     """
     if len(out) != encoded_cell_nbytes(codec, geometry):
@@ -94,7 +98,7 @@ def encode_cell(codec: Codec, geometry: BlockGeometry, cell: memoryview, out: me
         case Codec.FP8_E4M3:
             scales = raw[: len(raw) - values.size].reshape(values.shape[0], values.shape[2])
             if not kernels.quantise_bf16(values, codes, scales):
-                raise CodecFailed(codec=codec.value, reason="a value is not finite")
+                raise CodecFailed(codec=codec.value, reason=NO_SCALE)
         case Codec.INT8:
             heads = geometry.num_kv_heads
             channels = _channels(geometry)
@@ -119,10 +123,7 @@ def decode_cell(codec: Codec, geometry: BlockGeometry, data: memoryview | bytes,
     match codec:
         case Codec.FP8_E4M3:
             scales = raw[: len(raw) - out.size].reshape(out.shape[0], out.shape[2])
-            try:
-                kernels.dequantise_bf16(codes, scales, out)
-            except ValueError as error:
-                raise CodecFailed(codec=codec.value, reason=str(error)) from error
+            kernels.dequantise_bf16(codes, scales, out)
         case Codec.INT8:
             heads, channels = geometry.num_kv_heads, _channels(geometry)
             per_channel = raw[:channels].reshape(heads, 1, geometry.head_dim)

@@ -19,7 +19,7 @@ from kv_core.ids import Generation, RegionId
 from kv_transport import device_kernels, kernels
 from kv_transport.arena import Arena, Uint64Array
 from kv_transport.arena_layout import ArenaLayout, IntArray
-from kv_transport.codecs import Codec, encoded_cell_nbytes
+from kv_transport.codecs import NO_SCALE, Codec, encoded_cell_nbytes
 from kv_transport.cuda_kernels import CudaKernels, open_cupy
 from kv_transport.device_kernels import DeviceArray, Namespace
 from kv_transport.errors import ChecksumMismatch, CodecFailed, GeometryMismatch, InvalidDescriptor, StaleGeneration
@@ -169,7 +169,7 @@ class DeviceArena:
 
         Raises:
             GeometryMismatch: the arena does not hold bf16.
-            CodecFailed: a value is not finite.
+            CodecFailed: a value is not finite, or has no scale.
         """
         geometry, index = self.shape.geometry, np.array(slots, np.int64)
         self._check(index, layer)
@@ -180,7 +180,7 @@ class DeviceArena:
             self.data, offsets, matrices, geometry.block_size, geometry.head_dim
         )
         if not finite:
-            raise CodecFailed(codec=Codec.FP8_E4M3.value, reason="a value is not finite")
+            raise CodecFailed(codec=Codec.FP8_E4M3.value, reason=NO_SCALE)
         assert rows.shape[1] == nbytes and geometry.dtype is DType.BF16
         return self.device.to_host(rows), self.device.to_host(checks)
 

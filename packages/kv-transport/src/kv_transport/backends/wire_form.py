@@ -70,7 +70,7 @@ def write_form(codec: Codec, place: Place, checks: list[int], rates: CodecRates,
     """Encode cells whose checksums are known.
 
     Raises:
-        CodecFailed: a value is not finite.
+        CodecFailed: a value is not finite, or has no scale.
         ChecksumMismatch: our own cells are not what they were when they were sealed.
         GeometryMismatch: the codec is not for this element type.
     """
