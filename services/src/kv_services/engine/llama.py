@@ -8,9 +8,8 @@ one computed where the KV was sent see the same numbers.
 Keeps no state between calls and only reads its weights: one instance may serve several threads.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,22 +26,11 @@ from kv_services.engine.interface import (
     PrefillHooks,
     TokenArray,
 )
-from kv_services.engine.llama_math import (
-    attend_one,
-    attend_span,
-    product,
-    rms_norm,
-    rope_tables,
-    rotate,
-    row_products,
-    swiglu,
-    tile_end,
-)
+from kv_services.engine.llama_layers import LlamaLayers
+from kv_services.engine.llama_math import attend_one, attend_span, product, row_products, tile_end
 from kv_services.engine.paged_kv import ReadPlan, plan_reads, read_blocks, write_tokens
 from kv_services.engine.stepping import Span, Step, open_span, open_steps
 from kv_services.engine.weights import LayerWeights, Weights
-
-Linear: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]
 
 
 class LlamaModel:
@@ -54,12 +42,8 @@ class LlamaModel:
     """
 
     def __init__(self, weights: Weights, max_context: int = 0) -> None:
-        shape, info = weights.shape, weights.info
-        self._weights, self._shape = weights, shape
-        self._info = replace(info, max_context=min(max_context or info.max_context, info.max_context))
-        # A last product's padding reaches beyond the last position.
-        positions = self._info.max_context + limits.PRODUCT_ROWS
-        self._cos, self._sin = rope_tables(positions, shape.head_dim, shape.rope_theta, weights.rope_divisors)
+        self.layers = LlamaLayers(weights, max_context)
+        self._shape, self._info = weights.shape, self.layers.info
 
     @property
     def info(self) -> ModelInfo:
@@ -73,7 +57,7 @@ class LlamaModel:
         context, reads = self._context(kv, tile_end(span.stop)), plan_reads(span.slots)
         chunks = [self._chunk(span, begin, end) for begin, end in span.chunks]
         with np.errstate(over="ignore"):
-            for layer, weights in enumerate(self._weights.layers):
+            for layer, weights in enumerate(self.layers.weights):
                 if start:
                     hooks.layer_needed(layer)
                     read_blocks(kv.kv(layer), reads, 0, -(-start // kv.geometry.block_size), context)
@@ -87,8 +71,9 @@ class LlamaModel:
         rows = -(-(end - first) // limits.PRODUCT_ROWS) * limits.PRODUCT_ROWS
         hidden = np.zeros((rows, self._shape.width), dtype=np.float32)
         own = slice(begin - first, end - first)
-        hidden[own] = self._weights.embedding[span.tokens[begin - span.start : end - span.start]]
-        return _Chunk(begin, end, own, hidden, self._cos[first : first + rows], self._sin[first : first + rows])
+        hidden[own] = self.layers.embed(span.tokens[begin - span.start : end - span.start])
+        cos, sin = self.layers.cos, self.layers.sin
+        return _Chunk(begin, end, own, hidden, cos[first : first + rows], sin[first : first + rows])
 
     def _prefill_chunk(
         self,
@@ -102,7 +87,7 @@ class LlamaModel:
     ) -> None:
         """One layer of consecutive tokens, their hidden state updated in place."""
         geometry, own = kv.geometry, chunk.own
-        queries, keys_values = self._project(weights, chunk.hidden, chunk.cos, chunk.sin, product)
+        queries, keys_values = self.layers.project(weights, chunk.hidden, chunk.cos, chunk.sin, product)
         if not rows_fit(keys_values[own], geometry.dtype).all():
             raise KVRangeError(layer=layer, dtype=geometry.dtype.value)
         view = kv.kv(layer)
@@ -115,16 +100,16 @@ class LlamaModel:
         context[:, :, chunk.end : tile_end(chunk.end)] = 0
         mixed = np.zeros((len(chunk.hidden), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
         attend_span(queries[own], context, chunk.end, mixed[own])
-        self._finish_layer(weights, chunk.hidden, mixed, product)
+        self.layers.finish(weights, chunk.hidden, mixed, product)
 
     def decode(self, kv: PagedKV, batch: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """See `Model.decode`."""
-        steps = open_steps(self._info, kv, batch, lambda token: self._weights.embedding[token])
+        steps = open_steps(self._info, kv, batch, self.layers.embed)
         if not steps:
             return []
         context = self._context(kv, max(step.position for step in steps) + 1)
         with np.errstate(over="ignore"):
-            for layer, weights in enumerate(self._weights.layers):
+            for layer, weights in enumerate(self.layers.weights):
                 if moving := [step for step in steps if step.enters(layer)]:
                     self._decode_layer(kv, layer, weights, moving, context)
             self._read_out([step for step in steps if step.layer == self._shape.num_layers and step.failure is None])
@@ -136,8 +121,8 @@ class LlamaModel:
         geometry, view = kv.geometry, kv.kv(layer)
         rows = np.stack([step.hidden for step in moving])
         positions = [step.position for step in moving]
-        cos, sin = self._cos[positions], self._sin[positions]
-        queries, keys_values = self._project(weights, rows, cos, sin, row_products)
+        cos, sin = self.layers.cos[positions], self.layers.sin[positions]
+        queries, keys_values = self.layers.project(weights, rows, cos, sin, row_products)
         fit = rows_fit(keys_values, geometry.dtype)
         mixed = np.zeros((len(rows), self._shape.num_heads * self._shape.head_dim), dtype=np.float32)
         for row, step in enumerate(moving):
@@ -148,7 +133,7 @@ class LlamaModel:
             write_tokens(view, step.reads.slots, position, encode(keys_values[row : row + 1], geometry.dtype))
             read_blocks(view, step.reads, 0, len(step.reads.slots), context)
             attend_one(queries[row], context, position + 1, mixed[row])
-        self._finish_layer(weights, rows, mixed, row_products)
+        self.layers.finish(weights, rows, mixed, row_products)
         for row, step in enumerate(moving):
             step.layer = layer + 1
             # A copy: what may be parked must not keep the whole batch's state alive.
@@ -156,27 +141,8 @@ class LlamaModel:
 
     def _read_out(self, steps: list[Step]) -> None:
         if steps:
-            rows = np.stack([step.hidden for step in steps])
-            normed = rms_norm(rows, self._weights.output_norm, self._shape.rms_eps)
-            for step, logits in zip(steps, row_products(normed, self._weights.output), strict=True):
+            for step, logits in zip(steps, self.layers.read_out([step.hidden for step in steps]), strict=True):
                 step.logits = logits
-
-    def _project(
-        self, weights: LayerWeights, rows: FloatArray, cos: FloatArray, sin: FloatArray, linear: Linear
-    ) -> tuple[FloatArray, FloatArray]:
-        """Rotated queries `(rows, num_heads, head_dim)` and KV `(rows, 2, num_kv_heads, head_dim)` of a layer."""
-        shape, count = self._shape, len(rows)
-        projected = linear(rms_norm(rows, weights.attention_norm, shape.rms_eps), weights.qkv)
-        projected = projected.reshape(count, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        rotate(projected[:, : shape.num_heads + shape.num_kv_heads], cos, sin)
-        keys_values = projected[:, shape.num_heads :].reshape(count, 2, shape.num_kv_heads, shape.head_dim)
-        return projected[:, : shape.num_heads], keys_values
-
-    def _finish_layer(self, weights: LayerWeights, rows: FloatArray, mixed: FloatArray, linear: Linear) -> None:
-        """Add the layer's attention and feed-forward to the hidden state, in place."""
-        rows += linear(mixed, weights.attention_out)
-        normed = rms_norm(rows, weights.ffn_norm, self._shape.rms_eps)
-        rows += linear(swiglu(linear(normed, weights.gate_up)), weights.down)
 
     def _context(self, kv: PagedKV, tokens: int) -> FloatArray:
         """Room for one layer of a sequence's KV, whole blocks. Made once per call: allocating it for each layer would

@@ -9,6 +9,8 @@ from kv_core.geometry import Attention, ModelGeometry
 from kv_services.engine.byte_tokenizer import ByteTokenizer
 from kv_services.engine.interface import Model, ModelInfo, Tokenizer
 from kv_services.engine.llama import LlamaModel
+from kv_services.engine.llama_shards import LlamaShards
+from kv_services.engine.sharding import ShardEngine
 from kv_services.engine.stub import StubCost, StubModel
 from kv_services.engine.tokenizer import BpeTokenizer
 from kv_services.engine.weights import open_weights
@@ -46,6 +48,11 @@ def open_model(spec: EngineSpec) -> Model:
         limit = spec.max_context or STUB_GEOMETRY.max_tokens
         return StubModel(STUB_GEOMETRY, max_context=limit, cost=spec.stub_cost, delay=_sleep)
     return LlamaModel(open_weights(spec.path, spec.cache_root), spec.max_context)
+
+
+def shard_engine(model: Model) -> ShardEngine | None:
+    """What computes that model on pieces of a sequence; None for an engine that cannot."""
+    return LlamaShards(model.layers) if isinstance(model, LlamaModel) else None
 
 
 def open_text(spec: EngineSpec) -> tuple[ModelInfo, Tokenizer]:
