@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine
 
+import msgspec
 import pytest
 
 from kv_core.clock import Clock
 from kv_core.errors import KVError
-from kv_core.ids import NodeId, RequestId
+from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.testing.loop import LoopClock, run_virtual
 from kv_transport import TransportConfig, XferState
 from kv_transport.backends.memory_network import Fate, MemoryFaults, MemoryNetwork
@@ -266,3 +267,33 @@ def test_it_needs_a_network_and_chances_between_0_and_1() -> None:
         MemoryFaults(loss=1.5)
     with pytest.raises(InvalidDescriptor):
         MemoryFaults(delay_ns=-1)
+
+
+@pytest.mark.parametrize("how", ["removed", "restarted"])
+def test_an_agent_closes_only_when_peers_that_left_touch_its_memory_no_more(how: str) -> None:
+    """Whoever waited for the removal may be gone: the unit that is still on its way reads our memory all the same."""
+
+    async def main(clock: LoopClock) -> None:
+        network = MemoryNetwork(9, MemoryFaults(late=1.0, late_ns=3_000_000_000))
+        async with memory_node(DECODE, network, clock) as receiver:
+            async with memory_node(PREFILL, network, clock) as sender:
+                introduce(sender, receiver)
+                source, target = sender.filled(2, seed=1), receiver.blocks(2)
+                grant = receiver.engine.grant_writes(RequestId("r"), target, seq_start=0, seq_end=2 * SMALL.block_size)
+                handover = sender.engine.open_handover(RequestId("r"), grant)
+                handover.submit(0, source)
+                await asyncio.sleep(0.5)
+                if how == "removed":
+                    removal = asyncio.ensure_future(sender.agent.remove_remote_agent(DECODE))
+                    await asyncio.sleep(0.5)
+                    removal.cancel()
+                    await asyncio.gather(removal, return_exceptions=True)
+                else:
+                    metadata = receiver.agent.get_agent_metadata(PREFILL, Incarnation(1))
+                    sender.agent.add_remote_agent(msgspec.structs.replace(metadata, incarnation=2))
+                closing_s = clock.monotonic_ns() / 1e9
+            assert closing_s < 2 and clock.monotonic_ns() / 1e9 > 3
+            # The arena is closed by now; a unit that came later would fail the run.
+            await asyncio.sleep(10)
+
+    run_virtual(main)

@@ -76,6 +76,8 @@ class TransferAgent:
         self._host_id = _host_id()
         self._backends: list[Backend] = []
         self._peers: dict[NodeId, Peer] = {}
+        # Known no more, but what they were given to move may still be under way.
+        self._leaving: dict[Peer, None] = {}
         self._xfers: dict[str, Xfer] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._notifs: deque[Notif] = deque()
@@ -127,7 +129,7 @@ class TransferAgent:
             return
         self._closed = True
         error = AgentClosed(node=self.name.node)
-        for peer in list(self._peers.values()):
+        for peer in [*self._peers.values(), *self._leaving]:
             await peer.close(error)
         self.leases.close()
         for backend in self._backends:
@@ -208,14 +210,16 @@ class TransferAgent:
         self._peers[node] = Peer(self._around, metadata, self._backends, self._next_nonce)
         if known is not None:
             restarted = StaleIncarnation(peer=node, found=metadata.incarnation, expected=known.name.incarnation)
-            self._spawn(known.close(restarted))
+            self._leaving[known] = None
+            self._spawn(self._let_go(known, restarted))
         return node
 
     async def remove_remote_agent(self, node: NodeId) -> None:
         """Disconnect and forget. Its transfers fail with `ConnectionLost`. Unknown nodes are no error."""
         peer = self._peers.pop(node, None)
         if peer is not None:
-            await peer.close()
+            self._leaving[peer] = None
+            await self._let_go(peer)
 
     def peer(self, node: NodeId) -> Peer:
         """For the engine. Raises `UnknownPeer`."""
@@ -434,6 +438,11 @@ class TransferAgent:
         waiting, self._notified = self._notified, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
+
+    async def _let_go(self, peer: Peer, error: KVError | None = None) -> None:
+        """Close a peer of `_leaving`; one whose caller is cancelled meanwhile is waited for by `close`."""
+        await peer.close(error)
+        self._leaving.pop(peer, None)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if self._closed:
