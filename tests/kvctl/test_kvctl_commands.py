@@ -3,7 +3,7 @@
 import io
 import json
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from kv_services.config_file import parse_config
 from kv_services.kvctl import app
 from kv_services.kvctl.files import remarks_on
 from kv_services.kvctl.output import human_bytes
-from kv_services.kvctl.status import as_object, ask_all, render
+from kv_services.kvctl.status import NodeStatus, as_object, ask_all, render
 from kv_services.launch import PortReservation, ephemeral_low, local_config
 from kv_services.status_report import SlotCounts, StatusReport, encode_status
 from tests.kvctl.test_config import DECODE, GATEWAY, TENANT
@@ -221,6 +221,23 @@ async def test_status_shows_every_process_whatever_it_answers(
     told_json = as_object(config, rows)
     assert told_json["well"] is False
     assert msgspec.json.decode(msgspec.json.encode(told_json))["nodes"][2]["slots"]["free"] == 40
+
+
+async def test_status_tells_of_an_upgrade_while_processes_speak_different_wires(served: Serve) -> None:
+    def at(node: str, wire: str) -> Answer:
+        return reports(StatusReport(node=node, role="decode", state="ready", wire=wire))
+
+    def shown(config: ClusterConfig, rows: Sequence[NodeStatus]) -> str:
+        screen = Console(width=160, record=True, file=io.StringIO())
+        screen.print(render(config, rows))
+        return screen.export_text()
+
+    answers = {"gateway": at("gateway", "1.0"), "prefill-1": at("prefill-1", "1.1")}
+    mixed = await served({**answers, "decode-1": at("decode-1", "1.1")})
+    text = shown(mixed, await ask_all(mixed))
+    assert "these wire versions work together: 1.0 gateway; 1.1 prefill-1, decode-1" in text
+    alike = await served({"gateway": at("gateway", "1.1"), "decode-1": at("decode-1", "1.1")})
+    assert "upgrade" not in shown(alike, await ask_all(alike))
 
 
 async def test_status_notices_that_another_process_took_the_port(

@@ -30,7 +30,7 @@ from kv_core.clock import Clock, SystemClock
 from kv_core.compatibility import Compatibility, ServedModel
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
-from kv_core.wire import Registry
+from kv_core.wire import WIRE_REVISION, Registry
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.event_log import EventLog
@@ -92,7 +92,7 @@ class Base:
     def serves(self, model_id: str, weights_revision: str) -> None:
         """Say which model this process works with: peers must have the same weights and block size of it."""
         served = ServedModel(model_id, weights_revision, self.config.model.block_size)
-        self.cluster.compatibility = Compatibility((served,))
+        self.cluster.compatibility = Compatibility((served,), wire_revision=WIRE_REVISION)
 
     def unready(self) -> str:
         """Why this process cannot do its work now; empty if it can."""
@@ -120,6 +120,8 @@ class Base:
                 m.node_id: "refused" if m.node_id in self.cluster.refused else m.liveness.value
                 for m in self.cluster.view.members.values()
             },
+            wire=self.cluster.compatibility.wire,
+            wires=self.cluster.wires(),
             alerts=[*alerts, *map(str, self.cluster.refused.values())],
             open=self.open_things(),
             tiers=self.tiers(),

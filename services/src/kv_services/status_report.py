@@ -94,6 +94,8 @@ class StatusReport(msgspec.Struct, frozen=True):
         waiting: requests that wait for slots or a turn.
         transports: the transport in use to each peer that KV moved to or from, by the peer's id.
         members: what it thinks of the others: `unseen`, `alive`, `suspect`, `dead` or `refused`, by their ids.
+        wire: wire version and revision that this process speaks, as "1.0".
+        wires: the same of the members it has heard, by their ids; they differ while a cluster is being upgraded.
         alerts: thresholds that are crossed now, one sentence each.
         open: what it owns and has not given back yet (pins, leases, futures, sockets), by kind.
     """
@@ -113,6 +115,8 @@ class StatusReport(msgspec.Struct, frozen=True):
     tiers: dict[str, TierCounts] = {}
     moving: MoveCounts | None = None
     events: list[OperatorEvent] = []
+    wire: str = ""
+    wires: dict[str, str] = {}
 
 
 def encode_status(report: StatusReport) -> bytes:

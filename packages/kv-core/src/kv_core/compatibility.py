@@ -2,7 +2,8 @@
 
 Compared: wire version, hash scheme, and for each model that both serve, weights revision and block size. A difference
 is refused with both values, because what it would cause otherwise is silence: no hit, ever, or bytes of other weights.
-A model that only one of them serves is nobody's business.
+A model that only one of them serves is nobody's business. Revisions of one wire version are declared compatible: they
+are told, so that a cluster in the middle of an upgrade can be seen, and never refused.
 """
 
 from typing import Annotated
@@ -38,6 +39,12 @@ class Compatibility(msgspec.Struct, frozen=True, array_like=True, gc=False):
     models: Annotated[tuple[ServedModel, ...], msgspec.Meta(max_length=1024)]
     hash_scheme: _Name = HASH_SCHEME
     wire_version: int = WIRE_VERSION
+    wire_revision: int = 0  # what a peer means that is older than revisions
+
+    @property
+    def wire(self) -> str:
+        """Wire version and revision, for people."""
+        return f"{self.wire_version}.{self.wire_revision}"
 
 
 def check_compatible(peer: str, ours: Compatibility, theirs: Compatibility) -> None:

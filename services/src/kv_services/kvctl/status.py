@@ -138,6 +138,7 @@ def render(config: ClusterConfig, rows: Sequence[NodeStatus]) -> Group:
         table.add_row(row.node.id, row.node.role.value, *_cells(row), row.node.http_url)
     notes = [f"{row.node.id}: {alert}" for row in rows if row.report for alert in row.report.alerts]
     notes += _disagreements(rows)
+    notes += _mixed_wires(rows)
     well = sum(row.well for row in rows)
     return Group(table, *notes, f"{well} of {len(rows)} processes of {config.cluster.name!r} are well")
 
@@ -172,3 +173,15 @@ def _disagreements(rows: Sequence[NodeStatus]) -> list[str]:
         for member, liveness in sorted(row.report.members.items())
         if liveness != "alive"
     ]
+
+
+def _mixed_wires(rows: Sequence[NodeStatus]) -> list[str]:
+    """Who speaks which wire, while they differ."""
+    by_wire: dict[str, list[str]] = {}
+    for row in rows:
+        if row.report and row.report.wire:
+            by_wire.setdefault(row.report.wire, []).append(row.node.id)
+    if len(by_wire) < 2:
+        return []
+    told = "; ".join(f"{wire} {', '.join(nodes)}" for wire, nodes in sorted(by_wire.items()))
+    return [f"an upgrade is under way, these wire versions work together: {told}"]

@@ -144,6 +144,14 @@ class ClusterView:
         """Members of those roles that were heard of just now: for work that would wait for a silent one."""
         return [node_id for node_id in self.alive(*roles) if self.view.members[node_id].liveness is Liveness.ALIVE]
 
+    def wires(self) -> dict[str, str]:
+        """Wire version and revision of each member that was heard."""
+        return {
+            node_id: heartbeat.compatibility.wire
+            for node_id, heartbeat in self._loads.items()
+            if heartbeat.compatibility is not None
+        }
+
     def incarnation(self, node_id: NodeId) -> Incarnation:
         """The living incarnation of a member; 0 before its first sign of life."""
         member = self.view.members.get(node_id)
@@ -254,6 +262,8 @@ class ClusterView:
             if message.state == LEFT_STATE:
                 self._tell(self.view.step(LeaveSeen(event.origin, event.incarnation)))
             elif self.view.is_current(event.origin, event.incarnation):
+                if event.origin not in self._loads:
+                    self._note_wire(event.origin, message.compatibility)
                 self._loads[event.origin] = message
                 self._follow_role(event.origin, message.role)
                 self._compare(event.origin, event.incarnation, message.compatibility)
@@ -294,6 +304,11 @@ class ClusterView:
                 self._not_joined = error
         else:
             self.refused.pop(node_id, None)
+
+    def _note_wire(self, node_id: NodeId, theirs: Compatibility | None) -> None:
+        ours = self.compatibility.wire
+        if theirs is not None and theirs.wire != ours:
+            _log.info("member speaks another wire node=%s theirs=%s ours=%s", node_id, theirs.wire, ours)
 
     def _on_gap(self, gap: GapDetected) -> None:
         for listener in self._gap_listeners:

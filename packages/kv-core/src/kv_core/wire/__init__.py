@@ -18,13 +18,14 @@ in: no ext types, no timestamps, no pickle.
 **Evolution.** Fields are found by position: add new ones at the end and give them defaults, never remove, reorder or
 retype one, never reuse a type's tag. A peer that is older skips what it does not know; a peer that is newer fills
 what is missing with the defaults. What cannot be said within these rules needs a new type, or a new `WIRE_VERSION`.
+Each release whose messages have grown raises `WIRE_REVISION`; that alone never keeps two processes apart.
 
 W1: whatever bytes arrive, `decode` returns a valid envelope or raises a `WireError`. W2: `decode(encode(e)) == e`.
 W3: what `encode` gives out is within every limit of the wire; only bounds of single fields can still be the peer's to
 refuse.
 """
 
-from kv_core.wire.envelope import WIRE_VERSION, Envelope, decode, encode
+from kv_core.wire.envelope import WIRE_REVISION, WIRE_VERSION, Envelope, decode, encode
 from kv_core.wire.errors import (
     InvalidSchemaError,
     MalformedMessageError,
@@ -39,6 +40,7 @@ from kv_core.wire.errors import (
 from kv_core.wire.schema import ErrorReply, Message, MessageType, Registry
 
 __all__ = [
+    "WIRE_REVISION",
     "WIRE_VERSION",
     "Envelope",
     "ErrorReply",

@@ -28,6 +28,9 @@ else:
 WIRE_VERSION: Final = 1
 """Raised when a change cannot be said within the rules of evolution. 1: the first."""
 
+WIRE_REVISION: Final = 1
+"""Raised when messages have grown within those rules: revisions of one wire version work together. 0: the first."""
+
 _Uint = Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_INT64)]
 
 
