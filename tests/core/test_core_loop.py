@@ -194,13 +194,57 @@ def test_threads_are_refused(main: Callable[[LoopClock], Coroutine[None, None, N
 
 
 def test_real_io_is_refused() -> None:
-    loop = VirtualTimeLoop()
-    one, two = socket.socketpair()
-    with one, two, pytest.raises(RealIOError):
-        loop._selector.register(one, 1)
-    with one, two, pytest.raises(RealIOError):
-        loop._selector.unregister(one)
-    loop.close()
+    async def main(clock: LoopClock) -> None:
+        loop = asyncio.get_running_loop()
+        one, two = socket.socketpair()
+        with one, two:
+            for watch in (loop.add_reader, loop.add_writer):
+                with pytest.raises(RealIOError):
+                    watch(one, print)
+
+    run_virtual(main)
+
+
+def test_timers_of_one_nanosecond_fire_in_the_order_of_arming() -> None:
+    async def main(clock: LoopClock) -> list[int]:
+        fired: list[int] = []
+        loop = asyncio.get_running_loop()
+        for number in range(50):
+            loop.call_at(2.0 if number % 3 else 1.0, fired.append, number)
+        await asyncio.sleep(3)
+        return fired
+
+    first = [number for number in range(50) if number % 3 == 0]
+    assert run_virtual(main) == first + [number for number in range(50) if number % 3]
+
+
+def test_timers_that_were_cancelled_do_not_fire_and_do_not_pile_up() -> None:
+    async def main(clock: LoopClock) -> list[str]:
+        fired: list[str] = []
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.call_later(900, fired.append, "kept")
+        for number in range(5_000):
+            loop.call_later(1000 - number / 100, fired.append, "cancelled").cancel()
+            await asyncio.sleep(0)
+        assert len(loop._timers) < 500
+        await asyncio.sleep(2000)
+        return fired
+
+    assert run_virtual(main) == ["kept"]
+
+
+def test_a_failed_task_is_found_among_many_that_ended() -> None:
+    held = []
+
+    async def main(clock: LoopClock) -> None:
+        held.append(asyncio.ensure_future(fail_soon()))
+        for _ in range(5_000):
+            await asyncio.ensure_future(asyncio.sleep(0))
+        await asyncio.sleep(5)
+
+    with pytest.raises(BackgroundFailureError, match="in the background"):
+        run_virtual(main)
 
 
 def test_calls_from_the_loops_own_thread_are_allowed() -> None:

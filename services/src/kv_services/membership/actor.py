@@ -180,7 +180,8 @@ class ClusterView:
             if self.life_over is not None:
                 raise self.life_over
             try:
-                await asyncio.wait_for(self._closed.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._closed.wait()
             except TimeoutError:
                 continue
 

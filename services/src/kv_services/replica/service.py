@@ -123,6 +123,7 @@ class ReplicaService:
         self._waiter_ids = itertools.count(1)
         self._namespaces: dict[bytes, NamespaceRef] = {}
         self._closed: asyncio.Event | None = None
+        self._lag_told: dict[NodeId, int] = {}
         self._lagging_since_ns: int | None = None
         self._over: BaseException | None = None
 
@@ -178,7 +179,8 @@ class ReplicaService:
                 more = self._index.sweep()
                 await asyncio.sleep(0)  # others have their turn between two slices
             try:
-                await asyncio.wait_for(self._closed.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._closed.wait()
             except TimeoutError:
                 continue
 
@@ -329,7 +331,9 @@ class ReplicaService:
     def _measure(self) -> None:
         lag = self.lag()
         for origin, versions in lag.items():
-            self._metrics.lag_versions.labels(origin.node).set(versions)
+            if self._lag_told.get(origin.node) != versions:
+                self._lag_told[origin.node] = versions
+                self._metrics.lag_versions.labels(origin.node).set(versions)
         now_ns = self._clock.monotonic_ns()
         if not any(lag.values()):
             self._lagging_since_ns = None
@@ -381,7 +385,12 @@ class ReplicaService:
 
     def _step(self, event: ReplicaEvent) -> None:
         try:
-            effects = self._within_bound(lambda: self.manager.step(event))
+            try:
+                effects = self.manager.step(event)
+            except ClockBoundReachedError:
+                # As `_within_bound`, without its call for each of very many events.
+                self.renew_clock_bound()
+                effects = self.manager.step(event)
         except ReplicaFencedError as error:
             self._over = self._over or error
             raise

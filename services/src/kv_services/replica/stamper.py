@@ -34,25 +34,29 @@ class ReplicaStamper:
         self, manager: KvCacheConsistencyManager, clock: Clock, renew: Callable[[], None] | None = None
     ) -> None:
         self._manager = manager
-        self._clock = clock
+        self._monotonic_ns, self._wall_ns = clock.monotonic_ns, clock.wall_ns
         self._renew = renew
 
     def tick(self) -> Stamp:
-        stamp = self._within_bound(lambda: self._manager.stamp(self._now()))
+        try:
+            stamp = self._manager.stamp(self._now())
+        except ClockBoundReachedError as error:
+            self._raise_bound(error)
+            stamp = self._manager.stamp(self._now())
         return Stamp(stamp.wall_ns, stamp.logical, stamp.node)
 
     def merge(self, remote: Stamp, /) -> None:
         seen = Timestamp(remote.wall_ns, remote.logical, remote.node_id)
-        self._within_bound(lambda: self._manager.follow(seen, self._now()))
+        try:
+            self._manager.follow(seen, self._now())
+        except ClockBoundReachedError as error:
+            self._raise_bound(error)
+            self._manager.follow(seen, self._now())
 
     def _now(self) -> Instant:
-        return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
+        return Instant(self._monotonic_ns(), self._wall_ns())
 
-    def _within_bound(self, stamp: Callable[[], Timestamp]) -> Timestamp:
-        try:
-            return stamp()
-        except ClockBoundReachedError:
-            if self._renew is None:
-                raise
-            self._renew()
-            return stamp()
+    def _raise_bound(self, error: ClockBoundReachedError) -> None:
+        if self._renew is None:
+            raise error
+        self._renew()

@@ -120,6 +120,8 @@ class CausalOracle:
     def applied(self, replica: Origin, vector: VersionVector, over: Lives) -> None:
         """What a replica has applied now; `over`: lives that it knows to be over."""
         before = self._vectors.get(replica, _NOTHING)
+        if vector == before:
+            return
         for origin in before:
             if vector[origin] < before[origin] and origin not in over:
                 self._refuse(node=replica.node, what=f"forgot updates of {origin}: {before} became {vector}")

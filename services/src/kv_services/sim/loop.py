@@ -6,7 +6,6 @@ nothing of it runs: what becomes due is kept in order and runs when it goes on. 
 
 import asyncio
 import contextvars
-import heapq
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -29,10 +28,6 @@ def context_of(node: NodeId) -> contextvars.Context:
 class SimLoop(VirtualTimeLoop):
     """See the module."""
 
-    # asyncio's own: what runs next, and the heap of timers.
-    _ready: Any
-    _scheduled: list[asyncio.TimerHandle]
-
     def __init__(self) -> None:
         super().__init__()
         self._still: dict[str, tuple[list[asyncio.Handle], list[asyncio.TimerHandle]]] = {}
@@ -47,14 +42,14 @@ class SimLoop(VirtualTimeLoop):
                 self._ready.remove(handle)
                 ready.append(handle)
         others = []
-        for timer in self._scheduled:
-            if _owner(timer) == node and not timer.cancelled():
-                timer._scheduled = False  # type: ignore[attr-defined]
+        for entry in sorted(self._timers):
+            timer = entry[2]
+            if _owner(timer) == node:
                 timers.append(timer)
             else:
-                others.append(timer)
-        heapq.heapify(others)
-        self._scheduled = others
+                others.append(entry)
+        # What is sorted is a heap.
+        self._timers[:] = others
 
     def continue_node(self, node: NodeId) -> None:
         """Let it go on: what was due meanwhile runs at once."""
@@ -62,32 +57,21 @@ class SimLoop(VirtualTimeLoop):
         self._ready.extend(ready)
         for timer in timers:
             if not timer.cancelled():
-                timer._scheduled = True  # type: ignore[attr-defined]
-                heapq.heappush(self._scheduled, timer)
+                self._arm(timer)
 
-    def call_soon(
-        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = super().call_soon(callback, *args, context=context)
-        if self._still:
-            kept = self._still.get(_owner(handle))
-            if kept is not None:
-                self._ready.remove(handle)
-                kept[0].append(handle)
-        return handle
+    def _enqueue(self, handle: asyncio.Handle) -> None:
+        kept = self._still.get(_owner(handle)) if self._still else None
+        if kept is None:
+            self._ready.append(handle)
+        else:
+            kept[0].append(handle)
 
-    def call_at(
-        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        timer = super().call_at(when, callback, *args, context=context)
-        if self._still:
-            kept = self._still.get(_owner(timer))
-            if kept is not None:
-                self._scheduled.remove(timer)
-                heapq.heapify(self._scheduled)
-                timer._scheduled = False  # type: ignore[attr-defined]
-                kept[1].append(timer)
-        return timer
+    def _arm(self, timer: asyncio.TimerHandle) -> None:
+        kept = self._still.get(_owner(timer)) if self._still else None
+        if kept is None:
+            super()._arm(timer)
+        else:
+            kept[1].append(timer)
 
     def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # A disk that takes no clock bound ends a life at its replica's next tick. What needs a stamp until then fails,
