@@ -1,8 +1,9 @@
 """A node's tiers over a real pool, arena and replica, with a medium that the test can stop, fail and fill."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,15 @@ from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import PrefixIndex
-from kv_prefix.tiers.blocks import PlacedBlock
-from kv_prefix.tiers.catalog import TierCatalog
+from kv_prefix.tiers.blocks import PlacedBlock, TierBlock, chain_digest
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.errors import TierFullError, TierIOError
 from kv_prefix.tiers.spill import SpillQueue
-from kv_prefix.tiers.store import Cells, TierStore
+from kv_prefix.tiers.store import Cells
 from kv_services.metrics import Metrics
 from kv_services.node import tiers as tiers_module
 from kv_services.node.pull_cost import PullCost
-from kv_services.node.tier import NodeTier
+from kv_services.node.tier import NodeTier, Opened
 from kv_services.node.tiers import Tiers
 from kv_services.purge_file import PurgeFile, PurgeFileError
 from kv_services.replica.service import ReplicaService
@@ -49,9 +49,8 @@ class Life:
 class Medium:
     """Places in a dict; reads and writes wait for `gate`."""
 
-    num_places = 64
-
-    def __init__(self) -> None:
+    def __init__(self, num_places: int = 64) -> None:
+        self.num_places = num_places
         self.places: dict[int, list[bytes]] = {}
         self.gate = threading.Event()
         self.gate.set()
@@ -108,21 +107,14 @@ class Node:
         self.tiers = Tiers(self.pool, self.replica, self.clock, SLOTS, self.cost)
         self.tiers.attach(self.prepare, self.flush)
         self.medium = Medium()
-        queue = SpillQueue(self.pool, TierCatalog(64), 4, self.tiers.scopes_of)
-        cost = TierCost("disk", GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
-        self.disk = NodeTier(
-            Tier.DISK,
-            self.medium,
-            [],
-            queue,
-            self.arena,
-            self.clock,
-            self.metrics,
-            cost,
-            on_events=self.tiers.on_events,
-        )
+        self.disk = self.tier(Tier.DISK, Opened.of(self.medium, []))
         self.tiers.add(self.disk)
         self.tiers.tick()
+
+    def tier(self, tier: Tier, opened: Opened) -> NodeTier:
+        queue = SpillQueue(self.pool, opened.catalog, 4, self.tiers.scopes_of)
+        cost = TierCost(tier.name.lower(), GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
+        return NodeTier(tier, opened, queue, self.arena, self.clock, self.metrics, cost, on_events=self.tiers.on_events)
 
     def prepare(self, refs: Sequence[BlockRef]) -> None:
         for ref in refs:
@@ -338,22 +330,15 @@ async def test_a_store_that_answers_later_gets_what_memory_held_before(
     monkeypatch.setattr(tiers_module, "OPEN_AGAIN_NS", 0)
     tries: list[int] = []
 
-    def open_store() -> tuple[TierStore, list[PlacedBlock]]:
+    def open_store() -> Opened:
         tries.append(1)
         if len(tries) < 3:
             raise TierIOError(where="store", reason="not yet")
-        return Medium(), []
-
-    def make_tier(store: TierStore, held: Sequence[PlacedBlock]) -> NodeTier:
-        queue = SpillQueue(node.pool, TierCatalog(64), 4, node.tiers.scopes_of)
-        cost = TierCost("remote", GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
-        return NodeTier(
-            Tier.REMOTE, store, held, queue, node.arena, node.clock, node.metrics, cost, on_events=node.tiers.on_events
-        )
+        return Opened.of(Medium(), [])
 
     tokens = prompt(1, 4)
     node.compute(tokens)
-    node.tiers.open_later(open_store, make_tier)
+    node.tiers.open_later(open_store, lambda opened: node.tier(Tier.REMOTE, opened))
     async with asyncio.timeout(20):
         while node.tiers.counts().get("remote", node.disk.counts()).blocks < 4 or len(node.tiers.tiers) < 2:
             node.tiers.tick()
@@ -365,6 +350,56 @@ async def test_a_store_that_answers_later_gets_what_memory_held_before(
     assert node.tiers_of(tokens) == (0, 0, 0, 4)
     assert await node.promote(tokens) == 4
     assert node.in_memory(tokens) == 4
+
+
+class Hasty(SystemClock):
+    """A millisecond goes by each time that somebody looks: every slice of work uses its turn up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looks = 0
+
+    def monotonic_ns(self) -> int:
+        self._looks += 1
+        return super().monotonic_ns() + self._looks * 1_000_000
+
+
+async def test_many_blocks_are_announced_and_purged_a_slice_at_a_turn_of_the_loop(node: Node) -> None:
+    tokens = [i % 50_000 for i in range(4 * 1_500)]
+    scopes, epoch = node.tiers.scopes_of(NS.digest)
+    blocks, parent, digest, raw = [], b"", NS.digest, token_bytes(tokens)
+    for i, name in enumerate(hash_tokens(NS, tokens)):
+        digest = chain_digest(digest, raw[16 * i : 16 * i + 16], ())
+        blocks.append(
+            TierBlock(
+                *(NS.digest, i, name.sequence, name.check, parent, digest, raw[16 * i : 16 * i + 16], (), bytes(16)),
+                scopes=scopes,
+                epoch=epoch,
+            )
+        )
+        parent = name.sequence
+    medium = Medium(len(blocks))
+    node.clock = Hasty()
+    tier = node.tier(Tier.REMOTE, Opened.of(medium, [PlacedBlock(i, block) for i, block in enumerate(blocks)]))
+    node.tiers.add(tier)
+
+    async def turns_until(blocks_left: Callable[[], int], wanted: int) -> list[int]:
+        seen = [blocks_left()]
+        while seen[-1] != wanted:
+            await asyncio.sleep(0)
+            if blocks_left() != seen[-1]:
+                seen.append(blocks_left())
+        return seen
+
+    tier.start(lambda block: block.block_idx < 1_400)
+    seen = await turns_until(lambda: node.tiers_of(tokens)[3], 1_400)
+    assert len(seen) > 5 and max(b - a for a, b in itertools.pairwise(seen)) <= 256
+    assert tier.counts().blocks == 1_400
+    node.replica.purge([NS.digest])
+    node.tiers.tick()
+    seen = await turns_until(lambda: tier.counts().blocks, 0)
+    assert len(seen) > 5 and max(a - b for a, b in itertools.pairwise(seen)) <= 256
+    assert await node.promote(tokens[: 4 * 8]) == 0
 
 
 async def test_purges_outlive_the_process_beside_the_blocks(node: Node, tmp_path: Path) -> None:

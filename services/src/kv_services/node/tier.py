@@ -6,7 +6,7 @@ for a load and no load for a store. Memory is bounded: nothing is copied, blocks
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -15,7 +15,7 @@ from kv_core.block import BlockRef
 from kv_core.clock import Clock
 from kv_prefix.events import Tier
 from kv_prefix.tiers.blocks import PlacedBlock, TierBlock, pack_checks
-from kv_prefix.tiers.catalog import TierCatalog, TierEvent, TierRemoved
+from kv_prefix.tiers.catalog import TierCatalog, TierEvent, TierRemoved, TierStored
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.errors import TierFullError
 from kv_prefix.tiers.spill import SpillBatch, SpillQueue, places_of
@@ -27,11 +27,29 @@ from kv_transport import Arena
 BATCH_BYTES: Final = 4 << 20
 """Bytes of one write: long enough for a disk, short enough that the slots it holds are soon free again."""
 READERS: Final = 2
+SLICE_BLOCKS: Final = 256
+SLICE_NS: Final = 1_000_000
+"""How long one turn of the loop goes through blocks when there are many to announce or to purge."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A medium that was opened, and what it holds; `forget` are places whose records are void."""
+
+    store: TierStore
+    catalog: TierCatalog
+    forget: tuple[int, ...]
+
+    @classmethod
+    def of(cls, store: TierStore, held: Sequence[PlacedBlock]) -> "Opened":
+        """Takes a while where much is held: not for the loop."""
+        catalog = TierCatalog(store.num_places)
+        return cls(store, catalog, catalog.restore(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +65,15 @@ class NodeTier:
 
     Args:
         tier: which one.
-        store: the medium, open.
-        held: what it holds already.
-        queue: the way down; its catalog is this tier's.
+        opened: the medium and what it holds already.
+        queue: the way down; its catalog is that of the medium.
         on_events: told what can be loaded from now on, and what cannot any more.
     """
 
     def __init__(
         self,
         tier: Tier,
-        store: TierStore,
-        held: Sequence[PlacedBlock],
+        opened: Opened,
         queue: SpillQueue,
         arena: Arena,
         clock: Clock,
@@ -71,7 +87,7 @@ class NodeTier:
         self.queue: Final = queue
         self.cost: Final = cost
         self.choice = ""
-        self._store = store
+        self._store: Final = opened.store
         self._arena = arena
         self._clock = clock
         self._metrics = metrics
@@ -82,13 +98,25 @@ class NodeTier:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix=f"{self.name}-read")
         self._batch_blocks = max(1, BATCH_BYTES // arena.geometry.block_nbytes)
-        self._used_bytes = store.used_bytes()
-        self._forget_at_start = self.catalog.restore(held)
+        self._used_bytes = self._store.used_bytes()
+        self._forget_at_start = opened.forget
 
-    def start(self) -> None:
-        """Announce what outlived the last life."""
+    def start(self, keep: Callable[[TierBlock], bool]) -> None:
+        """Announce what outlived the last life and may stay, a slice at a time; the rest goes."""
         self._forget(self._forget_at_start)
-        self.announce()
+        held = [
+            block for event in self.catalog.take_events() if isinstance(event, TierStored) for block in event.blocks
+        ]
+        self._spread(self._announce_held(held, keep))
+
+    def _announce_held(self, held: Sequence[TierBlock], keep: Callable[[TierBlock], bool]) -> Iterator[None]:
+        yield from self._purging(lambda block: not keep(block))
+        for at in range(0, len(held), SLICE_BLOCKS):
+            # What left meanwhile was never announced, and what was stored anew is another.
+            there = tuple(b for b in held[at : at + SLICE_BLOCKS] if self.catalog.get(b.block_hash) is b)
+            if there:
+                self._on_events(self, (TierStored(there),))
+            yield
 
     def announce(self) -> None:
         """Say what changed in the catalog."""
@@ -147,12 +175,35 @@ class NodeTier:
         self._count("timeout")
         self.cost.loaded(num_blocks * self._arena.geometry.block_nbytes, waited_ns)
 
-    def purge(self, doomed: Callable[[TierBlock], bool]) -> int:
-        """Make blocks unfindable, and their records void; how many."""
-        places = self.catalog.purge(doomed)
-        self._forget(places)
-        self.announce()
-        return len(places)
+    def purge(self, doomed: Callable[[TierBlock], bool]) -> None:
+        """Make blocks unfindable and their records void: a slice at once, the others in later turns of the loop.
+
+        What is stored until then may be looked at too, or not: `doomed` must not be true of it.
+        """
+        self._spread(self._purging(doomed))
+
+    def _purging(self, doomed: Callable[[TierBlock], bool]) -> Iterator[None]:
+        gone = 0
+        for first in range(0, self.catalog.num_places, SLICE_BLOCKS):
+            places = self.catalog.purge(doomed, range(first, min(first + SLICE_BLOCKS, self.catalog.num_places)))
+            if places:
+                gone += len(places)
+                self._forget(places)
+                self.announce()
+            yield
+        if gone:
+            _log.info("blocks purged tier=%s count=%d", self.name, gone)
+
+    def _spread(self, slices: Iterator[None]) -> None:
+        """Go on for `SLICE_NS`, then in the loop's next turn."""
+        end_ns = self._clock.monotonic_ns() + SLICE_NS
+        for _ in slices:
+            if self._closing:
+                # The next life finds the records, and purges what they name before it announces it.
+                return
+            if self._clock.monotonic_ns() >= end_ns:
+                asyncio.get_running_loop().call_soon(self._spread, slices)
+                return
 
     def counts(self) -> TierCounts:
         """What `/status` says of it."""

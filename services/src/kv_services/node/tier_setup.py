@@ -1,21 +1,19 @@
 """Opens the tiers that the cluster file gives a node, and says what of an earlier life may stay in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from kv_consistency.update import scope_id
 from kv_prefix.events import Tier
-from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
-from kv_prefix.tiers.catalog import TierCatalog
+from kv_prefix.tiers.blocks import TierBlock
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.disk import DiskShape, DiskStore
 from kv_prefix.tiers.remote import RemoteStore, require_library
 from kv_prefix.tiers.spill import SpillQueue
-from kv_prefix.tiers.store import TierStore
 from kv_services.config import ClusterConfig, parse_bytes
 from kv_services.node.context import NodeContext
-from kv_services.node.tier import NodeTier
+from kv_services.node.tier import NodeTier, Opened
 from kv_services.purge_file import PurgeFile
 from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
@@ -43,9 +41,9 @@ def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
     if disk is not None:
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
         folder = Path(disk.path) if disk.path else config.state_path / "tiers"
-        store, held = DiskStore.open(folder / ctx.node.id, shape, parse_bytes(disk.size))
+        opened = Opened.of(*DiskStore.open(folder / ctx.node.id, shape, parse_bytes(disk.size)))
         cost = TierCost("disk", shape.block_nbytes, DISK_NS_PER_BYTE, DISK_OVERHEAD_NS)
-        ctx.tiers.add(_node_tier(ctx, Tier.DISK, store, held, cost))
+        ctx.tiers.add(_node_tier(ctx, Tier.DISK, opened, cost))
 
     remote = config.tiers.remote
     if remote is not None:
@@ -53,8 +51,10 @@ def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
         cost = TierCost("remote", shape.block_nbytes, REMOTE_NS_PER_BYTE, REMOTE_OVERHEAD_NS)
         ctx.tiers.open_later(
-            lambda: RemoteStore.open(remote.url, ctx.node.id, shape, parse_bytes(remote.size), remote.endpoint),
-            lambda store, held: _node_tier(ctx, Tier.REMOTE, store, held, cost),
+            lambda: Opened.of(
+                *RemoteStore.open(remote.url, ctx.node.id, shape, parse_bytes(remote.size), remote.endpoint)
+            ),
+            lambda opened: _node_tier(ctx, Tier.REMOTE, opened, cost),
         )
 
 
@@ -64,10 +64,10 @@ def _shape(ctx: NodeContext) -> DiskShape:
     return DiskShape(geometry.slot_layer_nbytes, geometry.num_layers, geometry.block_size, name)
 
 
-def _node_tier(ctx: NodeContext, tier: Tier, store: TierStore, held: Sequence[PlacedBlock], cost: TierCost) -> NodeTier:
+def _node_tier(ctx: NodeContext, tier: Tier, opened: Opened, cost: TierCost) -> NodeTier:
     in_flight = max(1, ctx.arena.num_slots // SPILL_SHARE)
-    queue = SpillQueue(ctx.pool, TierCatalog(store.num_places), in_flight, ctx.tiers.scopes_of)
-    return NodeTier(tier, store, held, queue, ctx.arena, ctx.clock, ctx.metrics, cost, on_events=ctx.tiers.on_events)
+    queue = SpillQueue(ctx.pool, opened.catalog, in_flight, ctx.tiers.scopes_of)
+    return NodeTier(tier, opened, queue, ctx.arena, ctx.clock, ctx.metrics, cost, on_events=ctx.tiers.on_events)
 
 
 def _keeper(config: ClusterConfig, weights_revision: str) -> Callable[[TierBlock], bool]:

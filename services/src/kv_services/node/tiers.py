@@ -3,7 +3,8 @@
 N1: a block is promoted only after its whole prefix was compared (`TierCatalog.match`), and becomes findable in memory
     only after every byte was checked; a load that failed or was short leaves what came before it.
 N2: a load that does not come back holds its own slots, not its caller: the caller computes.
-N3: a purged namespace is in no tier and not in memory from the next tick on, and is not promoted before that either.
+N3: a purged namespace is not in memory from the next tick on and not promoted before that either; it leaves the tiers
+    from then on, no slice of which takes the loop longer than a few milliseconds.
 """
 
 import asyncio
@@ -24,11 +25,10 @@ from kv_prefix.errors import NoSpaceError, StaleMatchError
 from kv_prefix.events import BlocksStored, PoolEvent, Tier
 from kv_prefix.explain import RemovalLog
 from kv_prefix.pool_types import PoolMatch
-from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
+from kv_prefix.tiers.blocks import TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
-from kv_prefix.tiers.store import TierStore
 from kv_services.node.pull_cost import PullCost
-from kv_services.node.tier import CLOSE_TIMEOUT_S, NodeTier
+from kv_services.node.tier import CLOSE_TIMEOUT_S, NodeTier, Opened
 from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
 from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import ReplicaService
@@ -43,8 +43,8 @@ IN_FLIGHT_SHARE: Final = 4
 _log = logging.getLogger(__name__)
 
 
-OpenStore = Callable[[], tuple[TierStore, list[PlacedBlock]]]
-MakeTier = Callable[[TierStore, Sequence[PlacedBlock]], NodeTier]
+OpenStore = Callable[[], Opened]
+MakeTier = Callable[[Opened], NodeTier]
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Later:
 
     open_store: OpenStore
     make_tier: MakeTier
-    opening: "asyncio.Future[tuple[TierStore, list[PlacedBlock]]] | None" = None
+    opening: "asyncio.Future[Opened] | None" = None
     not_before_ns: int = 0
 
 
@@ -209,10 +209,9 @@ class Tiers:
             self._begin(tier)
 
     def _begin(self, tier: NodeTier) -> None:
-        tier.start()
-        gone = tier.purge(lambda block: not self._keep(block))
+        tier.start(self._keep)
         stats = tier.catalog.stats()
-        _log.info("tier opened tier=%s blocks=%d limit=%d purged=%d", tier.name, stats.stored, stats.limit, gone)
+        _log.info("tier opened tier=%s blocks=%d limit=%d", tier.name, stats.stored, stats.limit)
 
     def _open_those_due(self) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -221,7 +220,7 @@ class Tiers:
                 later.opening = asyncio.get_running_loop().run_in_executor(None, later.open_store)
                 later.opening.add_done_callback(functools.partial(self._opened, later))
 
-    def _opened(self, later: "_Later", opening: "asyncio.Future[tuple[TierStore, list[PlacedBlock]]]") -> None:
+    def _opened(self, later: "_Later", opening: "asyncio.Future[Opened]") -> None:
         later.opening = None
         error = None if opening.cancelled() else opening.exception()
         if error is not None or opening.cancelled():
@@ -229,11 +228,11 @@ class Tiers:
             _log.error("tier not opened, trying again in %d s cause=%s", OPEN_AGAIN_NS // 10**9, error)
             return
         self._later.remove(later)
-        store, held = opening.result()
+        opened = opening.result()
         if self._closed:
-            store.close()
+            opened.store.close()
             return
-        tier = later.make_tier(store, held)
+        tier = later.make_tier(opened)
         # What memory holds already was told before this tier was there to hear it.
         tier.queue.observe(self._pool.snapshot())
         self.tiers.append(tier)
@@ -248,8 +247,9 @@ class Tiers:
     def _purge(self, digest: bytes, epoch: int) -> None:
         count = self._pool.purge(digest)
         self._flush()
-        below = sum(tier.purge(lambda b: b.namespace == digest and b.epoch < epoch) for tier in self.tiers)
-        _log.info("namespace purged epoch=%d blocks=%d below=%d", epoch, count, below)
+        for tier in self.tiers:
+            tier.purge(lambda block: block.namespace == digest and block.epoch < epoch)
+        _log.info("namespace purged epoch=%d blocks=%d", epoch, count)
 
     async def promote(self, namespace: Namespace, tokens: bytes, deadline_ns: int) -> int:
         """Bring up what lies below of a prompt, where that is cheaper than computing it; how many blocks came.

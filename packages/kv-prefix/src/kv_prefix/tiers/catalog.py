@@ -94,6 +94,11 @@ class TierCatalog:
         self._evicted = self._check_failed = self._refused = self._since_full = 0
         self._events: list[TierEvent] = []
 
+    @property
+    def num_places(self) -> int:
+        """Blocks that the tier may hold."""
+        return self._num_places
+
     def restore(self, placed: Sequence[PlacedBlock]) -> tuple[int, ...]:
         """Take up what the medium holds after a restart; returns places to forget: out of bounds, or doubled."""
         forget: list[int] = []
@@ -249,10 +254,15 @@ class TierCatalog:
                 self._policy.offer(item.place)
         return tuple(forget)
 
-    def purge(self, doomed: Callable[[TierBlock], bool]) -> tuple[int, ...]:
-        """Remove every block for which `doomed` says so; returns places to forget."""
+    def purge(self, doomed: Callable[[TierBlock], bool], among: range | None = None) -> tuple[int, ...]:
+        """Remove every block for which `doomed` says so; returns places to forget.
+
+        Args:
+            among: the places to look at, for who must not look at all of them in one go.
+        """
         forget: list[int] = []
-        for place, block in enumerate(self._block):
+        for place in range(self._num_places) if among is None else among:
+            block = self._block[place]
             if block is None or not doomed(block):
                 continue
             if self._state[place] is _State.STORED:
