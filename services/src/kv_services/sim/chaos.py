@@ -1,4 +1,5 @@
-"""What goes wrong in a run, and when: faults of network, nodes, clocks, transfers and disks, by chance.
+"""What goes wrong in a run, and when: faults of network, nodes, clocks, transfers, disks and discovery, and among them
+what operators do (operators.py), by chance.
 
 Faults overlap, and end in another order than they began. After `heal` nothing is wrong any more.
 """
@@ -11,9 +12,12 @@ from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.ids import NodeId
+from kv_services.sim import operators
+from kv_services.sim.directory import SimDirectory
 from kv_services.sim.loop import SimLoop
 from kv_services.sim.network import Link, SimNetwork
 from kv_services.sim.node import SimNode
+from kv_services.sim.operators import Operators
 from kv_transport.backends.memory_network import MemoryFaults
 from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwork
 
@@ -39,6 +43,8 @@ KINDS: Final = (
     "disk full",
     "short read",
     "flipped bit",
+    "directory lost",
+    *operators.KINDS,
 )
 CALM: Final = MemoryFaults(delay_ns=30_000, jitter_ns=200_000)
 _MS: Final = 1_000_000
@@ -55,6 +61,8 @@ class Chaos:
         nodes: list[SimNode],
         network: SimNetwork,
         transfers: TransferNetwork,
+        directory: SimDirectory,
+        acts: Operators,
         loop: SimLoop,
         clock: Clock,
         kinds: Sequence[str] = KINDS,
@@ -64,6 +72,8 @@ class Chaos:
         self._nodes = {node.name: node for node in nodes}
         self._network = network
         self._transfers = transfers
+        self._directory = directory
+        self._operators = acts
         self._loop = loop
         self._clock = clock
         self._open: dict[asyncio.Task[None], None] = {}
@@ -76,9 +86,9 @@ class Chaos:
         while True:
             await asyncio.sleep(0.2 + self._random.random() * 1.3)
             kind = self._random.choice(self._kinds)
-            self.counts[kind] = self.counts.get(kind, 0) + 1
             self._network.note(f"fault {kind}")
-            await self._begin(kind)
+            if await self._begin(kind):
+                self.counts[kind] = self.counts.get(kind, 0) + 1
 
     async def heal(self) -> None:
         """End every fault."""
@@ -88,6 +98,7 @@ class Chaos:
         for undo in list(self._undo.values()):
             undo()
         self._undo.clear()
+        await self._operators.heal()
         for node in self._nodes.values():
             # A time service sets the walls right again; monotonic clocks keep what they gained.
             node.clock.set_drift(0)
@@ -108,7 +119,8 @@ class Chaos:
         self._open[task] = None
         task.add_done_callback(lambda done: self._open.pop(done, None))
 
-    async def _begin(self, kind: str) -> None:
+    async def _begin(self, kind: str) -> bool:
+        """Begin a fault; False where there was nothing to do it to."""
         random, network = self._random, self._network
         a, b = random.sample(sorted(self._nodes), 2)
         node = self._nodes[a]
@@ -131,8 +143,7 @@ class Chaos:
                 network.duplication = random.random() * 0.3
                 self._for_a_while(lambda: setattr(network, "duplication", 0.0))
             case "crash":
-                if node.running and not node.pauses:
-                    await node.crash()
+                return await self._crash(node)
             case "pause":
                 self._pause(node)
             case "slow node":
@@ -150,10 +161,21 @@ class Chaos:
                 self._for_a_while(lambda: setattr(node.disk, "full", False))
             case "short read":
                 node.disk.short_reads = 1
-                if node.running and not node.pauses:
-                    await node.crash()
-            case _:
+                return await self._crash(node)
+            case "flipped bit":
                 node.disk.flip_bit()
+            case "directory lost":
+                self._directory.cut(a)
+                self._for_a_while(lambda: self._directory.heal(a))
+            case _:
+                return self._operators.begin(kind)
+        return True
+
+    async def _crash(self, node: SimNode) -> bool:
+        if not node.running or node.pauses:
+            return False
+        await node.crash()
+        return True
 
     def _cut(self, kind: str, a: NodeId, b: NodeId) -> None:
         """Cut links of the bus, and in two of three cases those of KV as well."""

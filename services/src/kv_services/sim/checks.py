@@ -4,7 +4,7 @@ K1: `free + cached + pinned == total`, and the pool's own invariants.
 K2: every findable block holds the bytes that its tokens make, and its checksum, where sealed, is that of its bytes.
 K3: a node's own claims in its own index are exactly what its pool holds.
 K4: settled: every replica has applied the same of every living origin, every index says exactly what the pools hold,
-    nobody owns anything that is not given back, and nobody waits.
+    nobody owns anything that is not given back, nobody waits, and whoever left is nobody's member.
 """
 
 from collections.abc import Iterable
@@ -101,8 +101,13 @@ def check_own_claims(node: SimNode) -> None:
 
 def check_settled(nodes: Iterable[SimNode]) -> None:
     """K4."""
-    nodes = list(nodes)
+    everybody = list(nodes)
+    nodes = [node for node in everybody if not node.away]
+    gone = [node.name for node in everybody if node.away]
     for node in nodes:
+        remembered = [name for name in gone if name in node.base.cluster.view.members]
+        if remembered:
+            raise CheckError(node=node.name, what=f"still counts {remembered}, who left")
         if not node.ready:
             raise CheckError(node=node.name, what="did not come back")
         things = node.open_things()
@@ -130,8 +135,8 @@ def check_settled(nodes: Iterable[SimNode]) -> None:
 
 def _knows(node: SimNode, other: SimNode) -> bool:
     """Whether a node holds the present life of another for alive, in its membership and its replica."""
-    member = node.base.cluster.view.members[other.name]
-    alive = member.liveness is Liveness.ALIVE and member.incarnation == other.incarnation
+    member = node.base.cluster.view.members.get(other.name)
+    alive = member is not None and member.liveness is Liveness.ALIVE and member.incarnation == other.incarnation
     return alive and not node.replica.manager.is_over(other.replica.manager.origin)
 
 

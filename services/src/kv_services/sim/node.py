@@ -33,6 +33,8 @@ from kv_services.engine.stub import StubModel
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.placing import Placer
 from kv_services.life import LifeFile, LifeFileError
+from kv_services.membership.member_list import MemberList
+from kv_services.membership.records import record_of
 from kv_services.messages import Load
 from kv_services.node.process import Memory, NodeWork, assemble
 from kv_services.process import Base, assemble_base, keep
@@ -40,6 +42,7 @@ from kv_services.replica.service import ReplicaService
 from kv_services.replica.stamper import wait_out
 from kv_services.sim.causality import CausalOracle
 from kv_services.sim.compute import SimCompute
+from kv_services.sim.directory import SimDirectory, SimDiscovery
 from kv_services.sim.disk import Mount, SimDisk
 from kv_services.sim.loop import context_of
 from kv_services.sim.watch import WatchedManager, WatchedStamper
@@ -54,11 +57,13 @@ DAMAGED_STARTS: Final = 2
 """Starts that fail for a damaged life file before an operator removes it."""
 MODEL: Final = StubModel(ModelGeometry("sim", 2, 1, 1, 4, Attention.MHA, max_tokens=1 << 12), max_context=1 << 12)
 _ROLES: Final = (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE, Role.GATEWAY, Role.STORE)
+_JOINER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
-def cluster_of(num_nodes: int) -> ClusterConfig:
-    """A cluster of so many processes. Sizes are small, and periodic messages rarer than by default: most of them say
-    that nothing happened, and more can happen instead."""
+def cluster_of(num_nodes: int, joiner: int | None = None) -> ClusterConfig:
+    """A cluster of so many processes, as their file says, or that of the `joiner`-th of those that are in nobody's file
+    but their own. Sizes are small, and periodic messages rarer than by default: most of them say that nothing happened,
+    and more can happen instead."""
     text = [
         '[cluster]\nname = "sim"\nstate_dir = "/sim"',
         f'[model]\nid = "sim"\nengine = "stub"\nkv_dtype = "fp16"\nblock_size = {BLOCK_SIZE}',
@@ -66,8 +71,11 @@ def cluster_of(num_nodes: int) -> ClusterConfig:
         f"[limits]\nrequest_timeout_s = {REQUEST_TIMEOUT_S}\nmax_batch = 4\nnode_queue = 16\nlease_ms = 2000",
         '[transport]\nbackend = "shm"',
     ]
-    for number in range(num_nodes):
-        role = _ROLES[number % len(_ROLES)]
+    roles = [_ROLES[number % len(_ROLES)] for number in range(num_nodes)]
+    numbered = list(enumerate(roles))
+    if joiner is not None:
+        numbered.append((num_nodes + joiner, _JOINER_ROLES[joiner % len(_JOINER_ROLES)]))
+    for number, role in numbered:
         ports = "".join(f"{name}_port = {7000 + 3 * number + i}\n" for i, name in enumerate(("bus", "events", "http")))
         slots = f"slots = {NUM_SLOTS}\n" if role.holds_kv else ""
         text.append(f'[[node]]\nid = "{role.value}-{number}"\nrole = "{role.value}"\n{ports}{slots}')
@@ -84,9 +92,9 @@ def namespace_of(config: ClusterConfig) -> Namespace:
 class Surroundings:
     """What all nodes of one run share."""
 
-    config: ClusterConfig
     bus: MemoryNetwork
     transfers: TransferNetwork
+    directory: SimDirectory
     oracle: CausalOracle
     blocks_changed: Callable[["SimNode"], None]
 
@@ -108,11 +116,24 @@ class SimNode:
         stood_still_ns: for how long it stood still, in all.
         pauses: how many faults keep it still now.
         running: between the end of its start and the end of its life.
+        joins: it is in nobody's file but its own.
+        away: it is stopped, and not started again.
     """
 
-    def __init__(self, name: NodeId, around: Surroundings, clock: SkewedClock, disk: SimDisk, rng: Random) -> None:
+    def __init__(
+        self,
+        name: NodeId,
+        config: ClusterConfig,
+        around: Surroundings,
+        clock: SkewedClock,
+        disk: SimDisk,
+        rng: Random,
+        joins: bool,
+    ) -> None:
         self.name, self.clock, self.disk = name, clock, disk
-        self.node = around.config.node(name)
+        self.joins = self.away = joins
+        self._config = config
+        self.node = config.node(name)
         self.role = self.node.role
         self.lives = self.failed_starts = 0
         self.slowness = 1.0
@@ -249,7 +270,6 @@ class SimNode:
         return things
 
     def _begin(self, mount: Mount) -> None:
-        config = self._around.config
         manager: WatchedManager
 
         def make_manager(node: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> WatchedManager:
@@ -265,14 +285,19 @@ class SimNode:
 
         life = LifeFile(Path("lives"), self.name, mount)
         self.work = self.completer = None
-        self.base = assemble_base(config, self.node, self.clock, life, make_bus, make_manager, _at_once)
+        self.base = assemble_base(self._config, self.node, self.clock, life, make_bus, make_manager, _at_once)
+        record = record_of(self.node, self.base.incarnation)
+        members = MemberList(self.name, self.base.bus, self.base.cluster)
+        discovery = SimDiscovery(self._around.directory, record, members, lambda: mount.crashed)
         role = self._gateway() if self.role is Role.GATEWAY else self._holder(self.base)
         # A life that is over, or crashes, finishes nothing.
-        specs = [replace(spec, drain_timeout_ns=0) for spec in (*self.base.children(), *role)]
+        specs = [
+            replace(spec, drain_timeout_ns=0) for spec in (*self.base.children(), keep("discovery", discovery), *role)
+        ]
         self._supervisor = Supervisor(self.name, specs, clock=self.clock, on_failure=self._failed)
 
     def _holder(self, base: Base) -> Sequence[ChildSpec]:
-        config = self._around.config
+        config = self._config
         base.serves(config.model.id, MODEL.info.weights_revision)
         geometry = MODEL.info.geometry.block_geometry(config.model.dtype, BLOCK_SIZE)
         arena = Arena.create(geometry, NUM_SLOTS, Layout(config.model.layout), name=self.name)
@@ -284,7 +309,7 @@ class SimNode:
         return [keep("memory", Memory(arena, agent, work.ctx.transfers, None)), keep("work", work)]
 
     def _gateway(self) -> Sequence[ChildSpec]:
-        config, base = self._around.config, self.base
+        config, base = self._config, self.base
         base.serves(config.model.id, MODEL.info.weights_revision)
         policy = config.routing.policy
         context = GatewayContext(

@@ -13,14 +13,16 @@ from kv_bus.memory_bus import MemoryNetwork
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_core.testing import BackgroundFailureError, LoopClock, SimulationStalledError, SkewedClock
-from kv_services.config import Role
+from kv_services.config import ClusterConfig, Role
 from kv_services.sim.causality import CausalOracle
 from kv_services.sim.chaos import CALM, KINDS, Chaos
 from kv_services.sim.checks import BlockChecker, CheckError, check_own_claims, check_settled
+from kv_services.sim.directory import SimDirectory
 from kv_services.sim.disk import SimDisk
 from kv_services.sim.loop import SimLoop, run_simulated
 from kv_services.sim.network import SimNetwork
 from kv_services.sim.node import SimNode, Surroundings, cluster_of
+from kv_services.sim.operators import Operators
 from kv_services.sim.streams import stream
 from kv_services.sim.workload import Workload, make_prompts
 from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwork
@@ -28,6 +30,7 @@ from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwor
 EPOCH_NS: Final = 1_700_000_000_000_000_000
 SECONDS: Final = 60.0
 NUM_NODES: Final = 5
+NUM_JOINERS: Final = 2
 SETTLE_S: Final = 13.0
 """After the last fault, at most: by then every request has ended, every life is back, all replicas are equal."""
 RESTART_S: Final = 0.3
@@ -50,6 +53,7 @@ class SimResult:
     Attributes:
         events: frames, units of KV, requests, reads and faults.
         faults: how often each kind happened.
+        acts: nodes that joined, were drained to the end, and left.
         fates: what became of units of KV.
         failures: requests that ended with an error while something was wrong, by its name.
         stamps, blocks: how many the oracle looked at.
@@ -60,6 +64,7 @@ class SimResult:
     virtual_seconds: float
     events: int
     faults: dict[str, int]
+    acts: dict[str, int]
     fates: dict[str, int]
     restarts: int
     failed_starts: int
@@ -100,21 +105,34 @@ class World:
         self.network = SimNetwork(stream(seed, "network"), clock)
         self.transfers = TransferNetwork(f"{seed}/transfers", CALM)
         self.oracle, self.blocks = CausalOracle(), BlockChecker()
-        config = cluster_of(plan.num_nodes)
+        directory = SimDirectory(stream(seed, "directory"))
         bus = MemoryNetwork("sim", self.network)
-        around = Surroundings(config, bus, self.transfers, self.oracle, self.blocks.changed)
+        around = Surroundings(bus, self.transfers, directory, self.oracle, self.blocks.changed)
         skew = stream(seed, "clocks")
-        self.nodes = [
-            SimNode(
-                NodeId(node.id),
-                around,
-                SkewedClock(clock, skew.randint(-50_000_000, 50_000_000), skew.randint(-200, 200)),
-                SimDisk(stream(seed, f"disk {node.id}")),
-                stream(seed, f"engine {node.id}"),
-            )
-            for node in config.nodes
-        ]
-        self.chaos = Chaos(stream(seed, "chaos"), self.nodes, self.network, self.transfers, loop, clock, plan.kinds)
+
+        def make(config: ClusterConfig, name: str, joins: bool) -> SimNode:
+            wall = SkewedClock(clock, skew.randint(-50_000_000, 50_000_000), skew.randint(-200, 200))
+            disk, engine = SimDisk(stream(seed, f"disk {name}")), stream(seed, f"engine {name}")
+            return SimNode(NodeId(name), config, around, wall, disk, engine, joins)
+
+        in_file = cluster_of(plan.num_nodes)
+        self.nodes = [make(in_file, node.id, False) for node in in_file.nodes]
+        if "join" in plan.kinds:
+            for number in range(NUM_JOINERS):
+                own_file = cluster_of(plan.num_nodes, number)
+                self.nodes.append(make(own_file, own_file.nodes[-1].id, True))
+        self.operators = Operators(stream(seed, "operators"), self.nodes)
+        self.chaos = Chaos(
+            stream(seed, "chaos"),
+            self.nodes,
+            self.network,
+            self.transfers,
+            directory,
+            self.operators,
+            loop,
+            clock,
+            plan.kinds,
+        )
         prompts = make_prompts(stream(seed, "prompts"))
         self.workload = Workload(self.nodes, self.oracle, stream(seed, "clients"), self.network.note, prompts)
         self._tasks: list[asyncio.Task[object]] = []
@@ -164,6 +182,9 @@ class World:
     async def _keep(self, node: SimNode) -> None:
         """Life after life, as a service manager would."""
         while not self._over:
+            if node.away:
+                await asyncio.sleep(RESTART_S)
+                continue
             self.network.note(f"{node.name} starts")
             await node.within(node.live())
             self.network.note(f"{node.name} ended {node.lives}")
@@ -192,7 +213,7 @@ class World:
                         node.replica.manager.check()
 
     def _raise_refused(self) -> None:
-        for error in (*self.oracle.refused, *self.blocks.refused):
+        for error in (*self.oracle.refused, *self.blocks.refused, *self.operators.refused):
             raise error
 
     async def _settle(self, clients: list["asyncio.Task[None]"]) -> None:
@@ -242,6 +263,7 @@ class World:
             virtual_seconds=self.clock.monotonic_ns() / 1e9,
             events=sum(counted),
             faults=faults,
+            acts=dict(self.operators.counts),
             fates=fates,
             restarts=sum(node.lives - 1 for node in self.nodes),
             failed_starts=sum(node.failed_starts for node in self.nodes),

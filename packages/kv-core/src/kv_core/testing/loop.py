@@ -137,6 +137,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         while timers and timers[0][0] <= now_ns:
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
+            if not ready:
+                break  # a subclass has put aside what was to run
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()

@@ -1,0 +1,147 @@
+"""What operators do while a simulated cluster runs: start nodes that nobody's file names, drain nodes and let them
+serve again, drain nodes and stop them, change roles. They ask as `kvctl` does, and keep one node of each role at work.
+
+P1: when a node says that it is safe to stop, each of its blocks was found elsewhere, was moved or is listed as left.
+"""
+
+import asyncio
+from random import Random
+from typing import Final
+
+from kv_core.ids import Incarnation
+from kv_services.config import Role
+from kv_services.sim.checks import CheckError
+from kv_services.sim.node import SimNode
+
+KINDS: Final = ("join", "drain", "leave", "role change")
+PATIENCE_S: Final = 12.0
+"""For how long an operator waits to be told that it is safe to stop."""
+_LOOK_S: Final = 0.2
+
+
+class Operators:
+    """See the module.
+
+    Attributes:
+        refused: what broke P1.
+        counts: nodes that joined, were drained to the end, and left.
+    """
+
+    def __init__(self, rng: Random, nodes: list[SimNode]) -> None:
+        self._random = rng
+        self._nodes = nodes
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._busy: dict[str, None] = {}
+        self._stops: dict[asyncio.Task[object], None] = {}
+        self.refused: list[CheckError] = []
+        self.counts = {"joined": 0, "drained": 0, "left": 0}
+
+    def begin(self, kind: str) -> bool:
+        """Begin to do that somewhere; False where there is no node to do it to."""
+        if kind == "join":
+            return self._join()
+        fit = [node for node in self._nodes if self._may_go(node)]
+        if not fit:
+            return False
+        node = self._random.choice(fit)
+        if kind == "role change":
+            role = Role.DECODE if node.base.cluster.role is Role.PREFILL else Role.PREFILL
+            self._start(node, self._ask(node, node.incarnation, "/role", b'{"role": "%s"}' % role.value.encode()))
+        else:
+            self._start(node, self._drain(node, leaves=kind == "leave"))
+        return True
+
+    async def heal(self) -> None:
+        """Let whoever is drained serve again, and whoever is in the file come back."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # What was being stopped is stopped; half a node serves nobody.
+        await asyncio.gather(*self._stops)
+        for node in self._nodes:
+            if not node.joins:
+                node.away = False
+            if node.running and node.base.draining:
+                await self._ask(node, node.incarnation, "/resume", b"")
+
+    def _join(self) -> bool:
+        away = [node for node in self._nodes if node.joins and node.away and node.name not in self._busy]
+        if away:
+            self._random.choice(away).away = False
+            self.counts["joined"] += 1
+        return bool(away)
+
+    def _may_go(self, node: SimNode) -> bool:
+        """Whether another node of its role serves, as far as whoever stands beside it can see."""
+        if node.name in self._busy or not _serves(node):
+            return False
+        role = node.base.cluster.role
+        others = [other for other in self._nodes if other is not node and other.name not in self._busy]
+        return any(_serves(other) and other.base.cluster.role is role for other in others)
+
+    def _start(self, node: SimNode, work: "asyncio._CoroutineLike[None]") -> None:
+        self._busy[node.name] = None
+        task = asyncio.get_running_loop().create_task(work, name=f"operator at {node.name}")
+        self._tasks[task] = None
+
+        def ended(done: "asyncio.Task[None]") -> None:
+            del self._tasks[done]
+            del self._busy[node.name]
+
+        task.add_done_callback(ended)
+
+    async def _drain(self, node: SimNode, leaves: bool) -> None:
+        life = node.incarnation
+        await self._ask(node, life, "/drain", b"")
+        if not leaves and self._random.random() < 0.5:
+            await asyncio.sleep(self._random.random() * 2.0)
+            await self._ask(node, life, "/resume", b"")
+            return
+        for _ in range(int(PATIENCE_S / _LOOK_S)):
+            await asyncio.sleep(_LOOK_S)
+            if not _lives(node, life) or self._is_safe(node):
+                break
+        if not leaves:
+            await self._ask(node, life, "/resume", b"")
+        elif _lives(node, life) and not node.pauses:
+            node.away = True
+            self.counts["left"] += 1
+            stopping = node.within(node.stop())
+            self._stops[stopping] = None
+            stopping.add_done_callback(lambda done: self._stops.pop(done, None))
+            await asyncio.shield(stopping)
+            if not node.joins:
+                await asyncio.sleep(1.0 + self._random.random() * 3.0)
+                node.away = False
+
+    def _is_safe(self, node: SimNode) -> bool:
+        """Whether the node says that it is safe to stop; P1."""
+        assert node.work is not None
+        moving = node.work.operations.moving()
+        if moving is None or not moving.safe_to_stop:
+            return False
+        self.counts["drained"] += 1
+        if moving.open or moving.total != moving.elsewhere + moving.moved + moving.left:
+            self.refused.append(CheckError(node=node.name, what=f"lost count while it was drained: {moving}"))
+        if len(moving.left_names) != moving.left:
+            self.refused.append(CheckError(node=node.name, what=f"does not list what it keeps: {moving}"))
+        return True
+
+    async def _ask(self, node: SimNode, life: Incarnation, path: str, body: bytes) -> None:
+        """As over HTTP: nobody answers for a life that is over."""
+
+        async def act() -> None:
+            if _lives(node, life) and node.work is not None:
+                await node.work.operations.actions()[path](body)
+
+        await node.within(act())
+
+
+def _lives(node: SimNode, life: Incarnation) -> bool:
+    return node.running and not node.ending and node.incarnation == life
+
+
+def _serves(node: SimNode) -> bool:
+    if not node.ready or node.ending or node.pauses or node.away or node.base.draining:
+        return False
+    return node.base.cluster.role in (Role.PREFILL, Role.DECODE)
