@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from kv_core.block import BlockGeometry
 from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId, RequestId
@@ -17,9 +18,15 @@ MEMORY = TransportConfig(transport="memory")
 
 @contextlib.asynccontextmanager
 async def memory_node(
-    name: str, network: MemoryNetwork, clock: Clock, *, incarnation: int = 1, settings: TransportConfig = MEMORY
+    name: str,
+    network: MemoryNetwork,
+    clock: Clock,
+    *,
+    incarnation: int = 1,
+    settings: TransportConfig = MEMORY,
+    geometry: BlockGeometry = SMALL,
 ) -> AsyncIterator[Node]:
-    arena = Arena.create(SMALL, 64, name=name, budget=NO_RESERVE)
+    arena = Arena.create(geometry, 64, name=name, budget=NO_RESERVE)
     try:
         async with TransferAgent(NodeId(name), Incarnation(incarnation), settings, clock, network) as agent:
             engine = KVCacheTransferEngine(agent)

@@ -19,6 +19,7 @@ from kv_transport.recovery import (
 )
 from kv_transport.regions import Inventory, InventoryItem, MemoryRegion, Notif, SharedBuffer, XferDesc
 from kv_transport.reshard_fetch import HeadSplit, ReshardFuture
+from kv_transport.reshard_push import HeadInbound, HeadLanding
 from kv_transport.stats import AgentStats, PeerStats
 from kv_transport.tickets import AgentMetadata, KVForm, ReadGrant, RegionInfo, WriteGrant
 from kv_transport.types import Access, PeerName, TransferPriority, TransferStats, XferOp, XferState
@@ -33,6 +34,8 @@ __all__ = [
     "FallbackToTcp",
     "FullPrefillFallback",
     "Handover",
+    "HeadInbound",
+    "HeadLanding",
     "HeadSplit",
     "Inbound",
     "Inventory",

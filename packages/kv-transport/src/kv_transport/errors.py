@@ -200,3 +200,10 @@ class DeviceUnavailable(TransportError):
 
     code = 3027
     template = "no device memory: {reason}"
+
+
+class LandingFull(TransportError, RetryableError):
+    """Cells of other ranks have nowhere to land before hand-overs that are under way end."""
+
+    code = 3028
+    template = "{need} landing slots are needed, {free} are free"

@@ -54,12 +54,14 @@ class LayerArrival:
                 what="arrival", request=self._name, timeout_ms=timeout_ms or 0, missing_layers=[layer]
             )
 
-    def _set(self, layer: int) -> None:
+    def note_ready(self, layer: int) -> None:
+        """For whoever fills the arena: that layer is complete."""
         with self._changed:
             self._ready.add(layer)
             self._changed.notify_all()
 
-    def _fail(self, error: KVError) -> None:
+    def fail(self, error: KVError) -> None:
+        """For whoever fills the arena: no further layer will come."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -202,7 +204,7 @@ class Inbound:
     def _perform(self, effect: st.Effect) -> None:
         match effect:
             case st.LayerReady(layer):
-                self.arrival._set(layer)
+                self.arrival.note_ready(layer)
                 waiter = self._layers.pop(layer, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
@@ -237,7 +239,7 @@ class Inbound:
 
     def _fail(self, error: KVError) -> None:
         self._ended_ns = self._clock.monotonic_ns()
-        self.arrival._fail(error)
+        self.arrival.fail(error)
         for waiter in self._layers.values():
             if not waiter.done():
                 waiter.set_exception(error)

@@ -67,13 +67,40 @@ class SliceUnit(StagedUnit):
         assert self.arena is not None and self.slots is not None
         for slot, data in zip(self.slots.tolist(), self.staged(), strict=True):
             cell = self.arena.cell(slot, self.layer)
-            found = kernels.copy_cells(cell, data, self.table)
-            sent = [crc64(data[begin : begin + nbytes]) for _, begin, nbytes in self.table.tolist()]
-            if found != sent:
-                bad = sum(ours != theirs for ours, theirs in zip(found, sent, strict=True))
-                raise ChecksumMismatch(peer="this node", transport="memory", bad=bad, total=len(sent), layer=self.layer)
+            keep_runs(cell, data, self.table, self.layer)
             if self.assembly.deliver(self.layer, slot, self.source):
                 self.arena.checks[self.layer, slot] = crc64(cell)
+
+
+def keep_runs(cell: memoryview, data: memoryview, table: IntArray, layer: int) -> None:
+    """Copy the runs of our heads out of a verified cell of another rank.
+
+    Args:
+        table: per run: offset in `cell`, offset in `data`, bytes.
+
+    Raises:
+        ChecksumMismatch: what lies in our cell now is not what was read.
+    """
+    found, sent = kernels.copy_unsealed_cells(cell, data, table)
+    if found != sent:
+        bad = sum(ours != theirs for ours, theirs in zip(found, sent, strict=True))
+        raise ChecksumMismatch(peer="this node", transport="memory", bad=bad, total=len(sent), layer=layer)
+
+
+def runs_by_rank(target: BlockGeometry, split: HeadSplit, source_size: int) -> dict[int, IntArray]:
+    """`keep_runs`' table for each rank of the other side that something comes from.
+
+    Raises:
+        GeometryMismatch: `target` does not hold as many heads as our rank has.
+        InvalidDescriptor: the numbers cannot be.
+    """
+    runs: dict[int, list[HeadRun]] = {}
+    for run in reshard_runs(target, split.num_kv_heads, split.tp_rank, split.tp_size, source_size):
+        runs.setdefault(run.source_rank, []).append(run)
+    return {
+        rank: np.array([(run.target_offset, run.source_offset, run.nbytes) for run in of_rank], np.int64)
+        for rank, of_rank in runs.items()
+    }
 
 
 def head_sources(
@@ -90,18 +117,10 @@ def head_sources(
         raise InvalidDescriptor(
             what="leases", value=len(grants), reason=f"need the same tokens and layers in each, over {positions} blocks"
         )
-    heads, size = split.num_kv_heads, len(grants)
-    runs: dict[int, list[HeadRun]] = {}
-    for run in reshard_runs(arena.geometry, heads, split.tp_rank, split.tp_size, size):
-        runs.setdefault(run.source_rank, []).append(run)
+    size = len(grants)
     return [
-        (
-            rank,
-            grants[rank],
-            source_geometry(arena.geometry, heads, rank, size),
-            np.array([(run.target_offset, run.source_offset, run.nbytes) for run in of_rank], np.int64),
-        )
-        for rank, of_rank in runs.items()
+        (rank, grants[rank], source_geometry(arena.geometry, split.num_kv_heads, rank, size), table)
+        for rank, table in runs_by_rank(arena.geometry, split, size).items()
     ]
 
 
@@ -167,16 +186,7 @@ class ReshardFuture:
 
     def stats(self) -> TransferStats:
         """The figures so far, of all sources together."""
-        parts = [flow.stats() for flow in self._flows]
-        return TransferStats(
-            nbytes=sum(part.nbytes for part in parts),
-            wire_nbytes=sum(part.wire_nbytes for part in parts),
-            units=sum(part.units for part in parts),
-            retries=sum(part.retries for part in parts),
-            transports=_summed([part.transports for part in parts]),
-            duration_ns=max(part.duration_ns for part in parts),
-            codecs=_summed([part.codecs for part in parts]),
-        )
+        return combined_stats([flow.stats() for flow in self._flows])
 
     async def layer_ready(self, layer: int) -> None:
         """Until every source has delivered that layer. Raises what the transfer failed with."""
@@ -218,6 +228,19 @@ class ReshardFuture:
         except KVError:
             self.cancel()
             raise
+
+
+def combined_stats(parts: Sequence[TransferStats]) -> TransferStats:
+    """Of one transfer that has several sources."""
+    return TransferStats(
+        nbytes=sum(part.nbytes for part in parts),
+        wire_nbytes=sum(part.wire_nbytes for part in parts),
+        units=sum(part.units for part in parts),
+        retries=sum(part.retries for part in parts),
+        transports=_summed([part.transports for part in parts]),
+        duration_ns=max(part.duration_ns for part in parts),
+        codecs=_summed([part.codecs for part in parts]),
+    )
 
 
 def _summed(parts: Sequence[dict[str, int]]) -> dict[str, int]:
