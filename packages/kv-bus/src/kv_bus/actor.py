@@ -249,7 +249,8 @@ class Actor(ABC, Generic[EventT, EffectT]):
             idle: asyncio.Future[None] = self._running_loop().create_future()
             self._idle_waiters.append(idle)
             try:
-                await asyncio.wait_for(idle, timeout_ns / 1e9)
+                async with asyncio.timeout(timeout_ns / 1e9):
+                    await idle
             except TimeoutError:
                 finished = False
                 _log.warning(

@@ -293,7 +293,8 @@ class Supervisor:
     async def _begin_life(self, kept: _Kept) -> None:
         child = kept.spec.make()
         try:
-            await asyncio.wait_for(child.start(), kept.spec.start_timeout_ns / 1e9)
+            async with asyncio.timeout(kept.spec.start_timeout_ns / 1e9):
+                await child.start()
         except BaseException:
             await self._close_child(kept.spec, child)
             raise
@@ -410,8 +411,9 @@ class Supervisor:
             try:
                 # The child keeps its own time; ours is for one that does not.
                 limit_s = (spec.drain_timeout_ns + spec.stop_timeout_ns) / 1e9
-                if not await asyncio.wait_for(child.drain(spec.drain_timeout_ns), limit_s):
-                    outcome = StopOutcome.CUT_SHORT
+                async with asyncio.timeout(limit_s):
+                    if not await child.drain(spec.drain_timeout_ns):
+                        outcome = StopOutcome.CUT_SHORT
             except TimeoutError:
                 outcome = StopOutcome.CUT_SHORT
             except Exception:  # a child that fails while it ends must not keep the others from ending
@@ -422,7 +424,8 @@ class Supervisor:
 
     async def _close_child(self, spec: ChildSpec, child: Child) -> StopOutcome:
         try:
-            await asyncio.wait_for(child.close(), spec.stop_timeout_ns / 1e9)
+            async with asyncio.timeout(spec.stop_timeout_ns / 1e9):
+                await child.close()
         except TimeoutError:
             _log.error("close hung supervisor=%s child=%s", self.name, spec.name)
             return StopOutcome.HUNG
