@@ -96,14 +96,24 @@ class CausalBuffer:
     def offer(self, origin: Origin, updates: Sequence[Update]) -> list[Delivery]:
         """Take updates of one origin as they came in; returns what can be applied now, of it and of others."""
         out: list[Delivery] = []
-        taken = 0
-        if origin not in self._frozen and not self._pending.get(origin):
-            if len(updates) == 1 and not updates[0].deps and updates[0].n == self._applied.get(origin, 0) + 1:
-                self._applied[origin] = updates[0].n
+        pending = self._pending.get(origin)
+        if len(updates) == 1 and origin not in self._frozen:
+            # Most messages bring one update: in order, or one that waits in a queue of its own origin.
+            update, following = updates[0], self._applied.get(origin, 0) + 1
+            if update.n != following:
+                self._park(origin, update)
+                if pending and following in pending:
+                    self._drain([origin], out)
+                return out
+            if not pending and not update.deps:
+                self._applied[origin] = following
                 out.append((origin, updates))
-                taken = 1
-            else:
-                taken = self._take_ready(origin, updates, out)
+                if self._blocked and (woken := self._woken(origin)):
+                    self._drain([origin, *woken], out)
+                return out
+        taken = 0
+        if not pending and origin not in self._frozen:
+            taken = self._take_ready(origin, updates, out)
         for update in updates[taken:]:
             self._park(origin, update)
         woken = self._woken(origin) if out and self._blocked else []

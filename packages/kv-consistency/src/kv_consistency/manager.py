@@ -159,7 +159,8 @@ class KvCacheConsistencyManager:
             ReplicaFencedError: the cluster holds this life for over (`RestartReplica` was given out).
         """
         replica = self._replica
-        replica.refuse_fenced()
+        if replica.fenced is not None:
+            replica.refuse_fenced()
         if isinstance(event, Received):
             # Not a case of the match: most events are this one, and matching costs as much as the rest of the way.
             self._at = event.at

@@ -39,12 +39,13 @@ def on_received(replica: Replica, event: Received) -> list[Effect]:
     out: list[Effect] = []
     message = event.message
     if isinstance(message, UpdateBatch):
-        if message.origin.node != event.peer:
-            raise MalformedUpdateError(what="update batch", peer=event.peer, reason=f"it is of {message.origin}")
-        if event.incarnation not in (None, message.origin.incarnation):
+        origin = message.origin
+        if origin.node != event.peer:
+            raise MalformedUpdateError(what="update batch", peer=event.peer, reason=f"it is of {origin}")
+        if event.incarnation is not None and event.incarnation != origin.incarnation:
             return out
-        if not replica.state.lives.is_over(message.origin):
-            _take_updates(replica, event, message.origin, message.updates, message.head, out)
+        if not replica.state.lives.is_over(origin):
+            _take_updates(replica, event, origin, message.updates, message.head, out)
         return out
     if event.incarnation is not None and replica.state.lives.is_over(Origin(event.peer, event.incarnation)):
         return out
@@ -191,7 +192,8 @@ def _take_updates(
         # Otherwise it was parked, as most of what comes out of order is, and nothing has changed.
         changes = changes or Changes(event.at.now_ns)
         state.apply(deliveries, changes)
-        _close_session(replica, changes, out)
+        if replica.session is not None:
+            _close_session(replica, changes, out)
         replica.settle(changes, out)
     if head > buffer.applied(origin):
         buffer.note_head(origin, head)
