@@ -218,6 +218,23 @@ def test_timers_of_one_nanosecond_fire_in_the_order_of_arming() -> None:
     assert run_virtual(main) == first + [number for number in range(50) if number % 3]
 
 
+def test_a_timer_is_due_by_the_clock_that_it_was_armed_by() -> None:
+    async def main(clock: LoopClock) -> int:
+        loop, early = asyncio.get_running_loop(), []
+
+        def fire(when: float) -> None:
+            if loop.time() < when:
+                early.append(when)
+
+        for number in range(3_000):
+            when = number / 7 + 1e-10 * number
+            loop.call_at(when, fire, when)
+        await asyncio.sleep(600)
+        return len(early)
+
+    assert run_virtual(main) == 0
+
+
 def test_timers_that_were_cancelled_do_not_fire_and_do_not_pile_up() -> None:
     async def main(clock: LoopClock) -> list[str]:
         fired: list[str] = []

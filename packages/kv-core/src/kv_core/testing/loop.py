@@ -108,8 +108,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._ready.append(handle)
 
     def _arm(self, timer: asyncio.TimerHandle) -> None:
+        when = timer.when()
+        due_ns = round(when * _BILLION)
+        if due_ns / _BILLION < when:
+            due_ns += 1  # or whoever compares `time()` with `when` would find that it is not yet due
         self._num_armed += 1
-        heapq.heappush(self._timers, (round(timer.when() * _BILLION), self._num_armed, timer))
+        heapq.heappush(self._timers, (due_ns, self._num_armed, timer))
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._num_cancelled += 1
