@@ -70,6 +70,9 @@ bench-peers: setup ## Install other transfer engines, each by itself, and measur
 sim: setup ## Simulate a whole cluster under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 
+pythons: setup ## Environments of this machine's other Pythons, on which simulated runs must have equal digests
+	@$(BIN)/python -m tests.sim.other_pythons
+
 soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
@@ -87,9 +90,9 @@ docs: setup ## Write the reference pages of the manual from the code, then check
 	@$(BIN)/python -m tests.docs_links
 
 clean: ## Remove everything that was built, .venv included
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench bench-peers sim soak soak-transport tiers mutants docs clean
+.PHONY: help setup demo test check bench bench-peers sim pythons soak soak-transport tiers mutants docs clean
