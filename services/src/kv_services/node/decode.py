@@ -354,7 +354,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         checksum = self._ctx.entry_checksum([ref.slot for ref in seq.refs[:full]])
         owner = self._owners[request_id, epoch]
         try:
-            self._ctx.replica.register_length(request_id, owner, num_tokens, checksum, seq.namespace)
+            self._ctx.replica.register_length(request_id, owner, num_tokens, checksum, seq.namespace, awaited=False)
         except KVError as error:
             self.complete(EndAsked(request_id, epoch, str(error)))
 

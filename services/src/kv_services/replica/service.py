@@ -65,6 +65,7 @@ from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
 from kv_services.metrics import Metrics
+from kv_services.replica.outbox import UpdateOutbox
 from kv_services.tenants import tenant_scope
 
 TICK_S: Final = 0.1
@@ -119,6 +120,7 @@ class ReplicaService:
         self._on_request_ended = on_request_ended
         self._offload: Offload = offload or in_thread
         self._bus: Bus | None = None
+        self._outbox = UpdateOutbox(self._publish)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._waiter_ids = itertools.count(1)
         self._namespaces: dict[bytes, NamespaceRef] = {}
@@ -185,6 +187,7 @@ class ReplicaService:
                 continue
 
     async def close(self) -> None:
+        self._outbox.late()
         if self._closed is not None:
             self._closed.set()
         for waiter in self._waiters.values():
@@ -263,9 +266,20 @@ class ReplicaService:
         flush_removed()
 
     def register_length(
-        self, request_id: RequestId, owner: OwnerEpoch, num_tokens: int, checksum: int, namespace: Namespace
+        self,
+        request_id: RequestId,
+        owner: OwnerEpoch,
+        num_tokens: int,
+        checksum: int,
+        namespace: Namespace,
+        *,
+        awaited: bool = True,
     ) -> None:
         """Publish that KV of the first `num_tokens` tokens of a request is readable here.
+
+        Args:
+            awaited: somebody elsewhere is about to read it, so it leaves at once; else together with what else
+                grows within a few milliseconds.
 
         Raises:
             FencedError: the request has a newer owner.
@@ -281,7 +295,8 @@ class ReplicaService:
                 at=self._now(),
             )
         )
-        self._drain()
+        with self._outbox.patient(not awaited):
+            self._drain()
 
     def verify(self, request_id: RequestId, owner: OwnerEpoch, num_tokens: int) -> None:
         """See that KV of the first `num_tokens` tokens may be read for this owner.
@@ -404,8 +419,7 @@ class ReplicaService:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case BroadcastUpdates(batch):
-                if self._bus is not None:
-                    self._bus.publish(batch)
+                self._outbox.add(batch)
             case SendTo(peer, message):
                 self._send(peer, message)
             case ClaimsChanged(changes):
@@ -453,9 +467,14 @@ class ReplicaService:
 
         self._offload(lambda: self._life.keep_clock_bound(bound_ns)).add_done_callback(persisted)
 
+    def _publish(self, batch: UpdateBatch) -> None:
+        if self._bus is not None:
+            self._bus.publish(batch)
+
     def _send(self, peer: NodeId, message: Message) -> None:
         if self._bus is None:
             return
+        self._outbox.late()  # what is said of our updates must not run ahead of them
         try:
             self._bus.send(peer, message)
         except KVError as error:
