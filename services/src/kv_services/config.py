@@ -181,6 +181,28 @@ class RoutingSection(_Section, frozen=True, kw_only=True):
     ] = "kv_aware"
 
 
+class ShardingSection(_Section, frozen=True, kw_only=True):
+    """Requests that no single node can hold: cut over several, if the engine can compute on pieces."""
+
+    mode: Annotated[
+        Literal["auto", "none", "layer", "sequence", "hybrid"],
+        Meta(
+            description="how a sequence is cut; auto: by layer where that fits, else by sequence; none: it is refused"
+        ),
+    ] = "auto"
+    above_tokens: Annotated[
+        int,
+        Meta(ge=0, le=1 << 24, description="cut also what one node could hold, from this many tokens on; 0: never"),
+    ] = 0
+    groups: Annotated[
+        list[list[Name]],
+        Meta(description="for hybrid: nodes of one group share a request by layer, groups share it by sequence"),
+    ] = []
+    step_timeout_ms: Annotated[
+        int, Meta(ge=100, le=600_000, description="time for one stage at one node before its piece counts as lost")
+    ] = 30_000
+
+
 class DiskTierSection(_Section, frozen=True, kw_only=True):
     """KV on disk, below each node's memory. Survives restarts; checked by CRC-64 when it is loaded."""
 
@@ -347,6 +369,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     health: HealthSection = HealthSection()
     limits: LimitsSection = LimitsSection()
     routing: RoutingSection = RoutingSection()
+    sharding: ShardingSection = ShardingSection()
     tiers: TiersSection = TiersSection()
     kv_events: KVEventsSection = KVEventsSection()
     tenants: list[TenantConfig] = msgspec.field(default_factory=list, name="tenant")

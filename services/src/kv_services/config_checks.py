@@ -25,6 +25,7 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     yield from _tenant_faults(config)
     yield from _event_faults(config)
     yield from _etcd_faults(config)
+    yield from _sharding_faults(config)
     bus, transport, limits = config.bus, config.transport, config.limits
     if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
         yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
@@ -100,6 +101,25 @@ def _etcd_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
             here = host == "localhost"
         if not here:
             yield f"$.etcd.endpoints[{number}]", f"expected a loopback address, got {host!r}; or set allow_remote"
+
+
+def _sharding_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    sharding, holders = config.sharding, [node.id for node in config.nodes if node.role.holds_kv]
+    if (sharding.mode == "hybrid") != bool(sharding.groups):
+        yield "$.sharding.groups", "expected groups of nodes with mode hybrid, and only with it"
+    seen: set[str] = set()
+    for number, group in enumerate(sharding.groups):
+        if len(group) < 2:
+            yield f"$.sharding.groups[{number}]", "expected at least two nodes"
+        for place, name in enumerate(group):
+            where = f"$.sharding.groups[{number}][{place}]"
+            if name not in holders:
+                yield where, f"expected a node that holds KV, got {name!r}"
+            if name in seen:
+                yield where, f"expected each node once, {name!r} has a place already"
+            seen.add(name)
+    if sharding.above_tokens and sharding.mode == "none":
+        yield "$.sharding.above_tokens", "expected 0 with mode none"
 
 
 def _tenant_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:

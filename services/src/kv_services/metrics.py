@@ -71,6 +71,11 @@ class Metrics:
         self.running = Gauge("kv_running_requests", "Requests being worked on", registry=reg)
         self.waiting = Gauge("kv_waiting_requests", "Requests waiting for slots", registry=reg)
         self.preemptions = Counter("kv_preemptions", "Requests whose slots were taken back", registry=reg)
+        self.shards = Gauge("kv_shards", "Pieces of sequences held for requests larger than a node", registry=reg)
+        self.shard_calls = Counter("kv_shard_calls", "Calls on pieces that were carried out", registry=reg)
+        self.sharded_running = Gauge(
+            "kv_sharded_requests_running", "Requests larger than a node that are coordinated here", registry=reg
+        )
         self.tokens = Counter("kv_tokens", "Tokens computed", ["phase"], registry=reg)
         self.ttft = Histogram("kv_time_to_first_token_seconds", "At the gateway", buckets=_SECONDS, registry=reg)
         self.members = Gauge("kv_members", "Members by what is known of them", ["liveness"], registry=reg)

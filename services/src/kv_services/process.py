@@ -42,8 +42,9 @@ from kv_services.metrics import Metrics
 from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import Offload, ReplicaService
 from kv_services.replica.stamper import ReplicaStamper, wait_out
+from kv_services.sharded.messages import SHARD_MESSAGES
 from kv_services.side_http import SideHttp
-from kv_services.status_report import MoveCounts, SlotCounts, StatusReport, TierCounts, encode_status
+from kv_services.status_report import MoveCounts, ShardStatus, SlotCounts, StatusReport, TierCounts, encode_status
 
 DRAIN_NS: Final = 2_000_000_000
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -82,6 +83,7 @@ class Base:
     alerts: Callable[[], list[str]] = list
     discovery: EtcdDiscovery | None = None
     moving: Callable[[], MoveCounts | None] = lambda: None
+    shards: Callable[[], list[ShardStatus]] = list
     events: EventLog = field(init=False)
     ready: bool = False
     draining: bool = field(default=False)
@@ -127,6 +129,7 @@ class Base:
             tiers=self.tiers(),
             moving=self.moving(),
             events=self.events.recent(),
+            shards=self.shards(),
         )
 
     def processes(self) -> list[NodeConfig]:
@@ -256,7 +259,7 @@ def assemble_base(
     replica.prime()
     bus = make_bus(
         incarnation,
-        Registry(*ROLE_MESSAGES, *MESSAGES),
+        Registry(*ROLE_MESSAGES, *SHARD_MESSAGES, *MESSAGES),
         ReplicaStamper(manager, clock, replica.renew_clock_bound),
     )
     peers = {peer.node_id: peer.role for peer in config.nodes if peer.id != node.id}

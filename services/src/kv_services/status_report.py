@@ -77,6 +77,26 @@ class MoveCounts(msgspec.Struct, frozen=True):
     safe_to_stop: bool = False
 
 
+class ShardStatus(msgspec.Struct, frozen=True):
+    """One piece of a sequence that is larger than a node.
+
+    Attributes:
+        request, epoch: whose it is.
+        coordinator: the node that decodes it.
+        layers, tokens: what the piece covers, as `start-end`, ends exclusive.
+        stored: tokens whose KV is there in every layer of the piece.
+        slots: that it holds until its request ends.
+    """
+
+    request: str
+    epoch: int
+    coordinator: str
+    layers: str
+    tokens: str
+    stored: int
+    slots: int
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     """One process, as it sees itself and the others.
 
@@ -97,6 +117,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         wire: wire version and revision that this process speaks, as "1.0".
         wires: the same of the members it has heard, by their ids; they differ while a cluster is being upgraded.
         alerts: thresholds that are crossed now, one sentence each.
+        shards: pieces of sequences larger than a node that it holds.
         open: what it owns and has not given back yet (pins, leases, futures, sockets), by kind.
     """
 
@@ -115,6 +136,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     tiers: dict[str, TierCounts] = {}
     moving: MoveCounts | None = None
     events: list[OperatorEvent] = []
+    shards: list[ShardStatus] = []
     wire: str = ""
     wires: dict[str, str] = {}
 

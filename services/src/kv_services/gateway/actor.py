@@ -27,6 +27,8 @@ from kv_services.errors import NodeError, PeerDiedError, RequestExpiredError, Un
 from kv_services.event_log import EventLog
 from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Timings, Token, Usage
 from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError, OverloadedError
+from kv_services.gateway.oversize import Oversize
+from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
 from kv_services.gateway.placing import NodeChoice, Placer
 from kv_services.gateway.routing_state import (
     ClientGone,
@@ -74,6 +76,7 @@ from kv_services.messages import (
     TokenBatch,
 )
 from kv_services.metrics import Metrics
+from kv_services.sharded.messages import in_pieces
 from kv_transport.errors import TransportError
 
 MAX_ATTEMPTS: Final = 4
@@ -111,6 +114,7 @@ class GatewayContext:
     model_id: str
     weights_revision: str
     events: EventLog | None = None
+    oversize: Oversize | None = None
 
     def namespace(self, request: GenerationRequest) -> Namespace:
         """Whose KV this request may share."""
@@ -128,6 +132,7 @@ class _Figures:
     """What is known of the last attempt, for the answer's timings."""
 
     choice: NodeChoice | None = None
+    coordinator: str = ""
     reserved: DecodeReserved | None = None
     prefill: PrefillDone | None = None
     retries: list[str] = field(default_factory=list)
@@ -229,6 +234,15 @@ class RequestActor(Actor[Event, Effect]):
         prefill = self._loads(exclude, Role.PREFILL)
         if not decode:
             return PlacementFailed(NoNodesError(role="decode", model=self._request.model))
+        if ctx.oversize is not None:
+            try:
+                pieces = place_in_pieces(ctx.oversize, ctx.cluster, self._request, exclude, decode, prefill)
+            except KVError as error:
+                return PlacementFailed(error)
+            if pieces:
+                self._figures = _Figures(coordinator=pieces[0].node, retries=self._figures.retries)
+                return Placed(pieces[0].node, None, pieces)
+            decode, prefill = ctx.oversize.roomy(decode, prefill, *sizes_of(self._request))
         holders = ctx.index.lookup(self._hashes)
         request_id = self._request.request_id
         num_tokens = len(self._request.prompt_token_ids)
@@ -277,7 +291,7 @@ class RequestActor(Actor[Event, Effect]):
                 error = _error_of(reply)
                 self.complete(ReserveFailed(effect.epoch, error, may_retry=may_retry(error)))
 
-        self._call(effect.decode, message, outcome)
+        self._call(effect.decode, in_pieces(message, effect.pieces) if effect.pieces else message, outcome)
 
     def _send_prefill(self, effect: SendPrefill) -> None:
         reserved = self._figures.reserved
@@ -341,7 +355,7 @@ class RequestActor(Actor[Event, Effect]):
     def _timings(self) -> Timings:
         figures, done = self._figures, self._figures.prefill
         attempts = len(figures.retries) + 1
-        decode = figures.choice.decode.node if figures.choice else ""
+        decode = figures.choice.decode.node if figures.choice else figures.coordinator
         if done is None or figures.choice is None or figures.choice.prefill is None:
             return Timings(decode_node=decode, attempts=attempts)
         return Timings(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kv_bus.supervisor import ChildSpec
 from kv_prefix.placement import make_placement_policy
-from kv_services.config import Role
+from kv_services.config import ClusterConfig, Role
 from kv_services.engine.load import EngineSpec, open_text
 from kv_services.errors import RequestTooLargeError
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
@@ -15,10 +15,12 @@ from kv_services.gateway.errors import HttpFault, register_fault
 from kv_services.gateway.following import followed_engines
 from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
+from kv_services.gateway.oversize import Oversize, oversize_rule
 from kv_services.gateway.placing import Placer
 from kv_services.gateway.tenancy import ApiKeys
 from kv_services.messages import Load
 from kv_services.process import Base, keep, model_path
+from kv_services.sharded.errors import ClusterFullError, ShardRefusedError
 
 
 class FrontChild:
@@ -54,6 +56,8 @@ def build(base: Base) -> list[ChildSpec]:
     """
     # What fits no node is the client's fault, as what does not fit the model is.
     register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
+    for full in (ClusterFullError, ShardRefusedError):
+        register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
     base.serves(config.model.id, info.weights_revision)
@@ -72,6 +76,7 @@ def build(base: Base) -> list[ChildSpec]:
             model_id=config.model.id,
             weights_revision=info.weights_revision,
             events=base.events,
+            oversize=_oversize(config, info.geometry.num_layers),
         )
     )
     base.load = lambda: Load(running=completer.num_open)
@@ -108,6 +113,13 @@ def build(base: Base) -> list[ChildSpec]:
         keep("completer", completer),
         keep("http", FrontChild(front), drain_ns=2_000_000_000),
     ]
+
+
+def _oversize(config: ClusterConfig, num_layers: int) -> Oversize:
+    """How requests that no node holds are cut: not at all for an engine that cannot compute on pieces."""
+    sharding = config.sharding
+    mode = "none" if config.model.engine == "stub" else sharding.mode
+    return oversize_rule(mode, sharding.above_tokens, sharding.groups, num_layers, config.model.block_size)
 
 
 def _observer(base: Base) -> Callable[[RequestRecord], None]:

@@ -16,8 +16,10 @@ from enum import Enum
 
 from kv_core.errors import KVError, LocalProtocolError, RemoteProtocolError
 from kv_core.ids import NodeId, RequestId
-from kv_services.errors import NodeDrainingError
+from kv_core.sharding import Placement
+from kv_services.errors import NodeDrainingError, RequestTooLargeError
 from kv_services.messages import OutputToken
+from kv_services.sharded.errors import ShardLostError, ShardRefusedError
 from kv_transport.recovery import (
     CHECKSUM_RETRIES_MAX,
     RetryOnAlternateNode,
@@ -45,10 +47,14 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placement chose; `prefill` is None when no prefill node lives: the decode node then computes the rest itself."""
+    """Placement chose; `prefill` is None when no prefill node lives: the decode node then computes the rest itself.
+
+    With `pieces` several nodes hold the request, and `decode` coordinates them.
+    """
 
     decode: NodeId
     prefill: NodeId | None
+    pieces: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +165,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendReserve:
-    """Ask `decode` for slots for the prompt and the `num_confirmed` tokens the client already has."""
+    """Ask `decode` for slots for the prompt and the `num_confirmed` tokens the client already has; for `pieces`, to
+    hold them at several nodes."""
 
     decode: NodeId
     prefill: NodeId | None
     epoch: int
     num_confirmed: int
+    pieces: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +268,13 @@ class RequestRoute:
             case Started():
                 self._expect(event, RouteState.NEW)
                 return self._place()
-            case Placed(decode, prefill):
+            case Placed(decode, prefill, pieces):
                 self._expect(event, RouteState.PLACING)
-                return self._reserve(decode, prefill)
+                return self._reserve(decode, prefill, pieces)
             case PlacementFailed(error):
                 self._expect(event, RouteState.PLACING)
+                if isinstance(error, RequestTooLargeError):
+                    return self._finish(Fail(error))
                 return self._retry(error, None)
             case DeadlinePassed(error):
                 if self.state is RouteState.FINISHING:
@@ -302,7 +312,7 @@ class RequestRoute:
                 # A time-out does not say whether slots were taken, so the epoch is ended there in any case.
                 if not may_retry:
                     return [*self._end_everywhere("reserve failed"), *self._finish(Fail(error))]
-                return self._retry_after_ending(error, self.decode)
+                return self._retry_after_ending(error, self._to_blame(error))
             case PrefillEnded(_, error, may_retry):
                 self.prefill_running = False
                 if self.state is RouteState.FINISHING:
@@ -317,7 +327,7 @@ class RequestRoute:
             case DecodeFailed(_, error, may_retry):
                 if not may_retry:
                     return [*self._end_everywhere("decode failed"), *self._finish(Fail(error))]
-                return self._retry_after_ending(error, self.decode)
+                return self._retry_after_ending(error, self._to_blame(error))
 
     def _tokens(self, event: TokensArrived) -> list[Effect]:
         if event.first_index > self.num_confirmed:
@@ -352,6 +362,12 @@ class RequestRoute:
             return self._retry_after_ending(error, node_id)
         return []
 
+    def _to_blame(self, error: KVError) -> NodeId | None:
+        """Whom the next attempt leaves out after decoding failed: who lost or refused a piece, else who decoded."""
+        if isinstance(error, ShardLostError | ShardRefusedError):
+            return NodeId(str(error.fields.get("node")))
+        return self.decode
+
     def _culprit(self, error: KVError) -> NodeId | None:
         """Whom the next attempt leaves out after a hand-over failed: whom the table of recoveries names, else the
         prefill node, and another one computes the whole prompt again."""
@@ -370,11 +386,11 @@ class RequestRoute:
         self.attempt += 1
         return [Place(tuple(self._excluded))]
 
-    def _reserve(self, decode: NodeId, prefill: NodeId | None) -> list[Effect]:
+    def _reserve(self, decode: NodeId, prefill: NodeId | None, pieces: tuple[Placement, ...]) -> list[Effect]:
         self.epoch += 1
         self.decode, self.prefill, self.prefill_running = decode, prefill, False
         self.state = RouteState.RESERVING
-        return [SendReserve(decode, prefill, self.epoch, self.num_confirmed)]
+        return [SendReserve(decode, prefill, self.epoch, self.num_confirmed, pieces)]
 
     def _retry_after_ending(self, error: KVError, culprit: NodeId | None) -> list[Effect]:
         return [*self._end_everywhere("attempt failed"), *self._retry(error, culprit)]

@@ -163,7 +163,7 @@ def run_step(
             # A hand-over still compares the checksums of what arrived: its last block is sealed after that.
             if not item.arriving and fills_block(item, block_size):
                 kv.seal_block(item.slots[item.position // block_size])
-            result = _sample(output.logits, item.sampling, item.position + 1)
+            result = sample_token(output.logits, item.sampling, item.position + 1)
         else:
             result = output.error if isinstance(output, StepFailed) else output
         outcomes.append(StepOutcome(item.request_id, item.epoch, result))
@@ -175,7 +175,7 @@ def fills_block(item: StepItem, block_size: int) -> bool:
     return (item.position + 1) % block_size == 0
 
 
-def _sample(
+def sample_token(
     logits: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", sampling: Sampling, position: int
 ) -> OutputToken:
     params = EngineSampling(sampling.temperature, sampling.top_p, sampling.seed, sampling.top_logprobs)

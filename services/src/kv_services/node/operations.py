@@ -23,6 +23,7 @@ from kv_services.node.move_plan import share_of
 from kv_services.node.mover import Mover
 from kv_services.node.prefill import PrefillActor
 from kv_services.node.prefill_events import PrefillDrainBegan, PrefillDrainEnded
+from kv_services.node.shard_desk import ShardDesk
 from kv_services.node.store import LeaseDesk
 from kv_services.process import Base
 from kv_services.status_report import MoveCounts
@@ -50,11 +51,17 @@ class Operations:
     """The operations of one node. `actions` are for the side HTTP server, which asks for an operator's key."""
 
     def __init__(
-        self, base: Base, ctx: NodeContext, decode: DecodeActor, prefill: PrefillActor, leases: LeaseDesk
+        self,
+        base: Base,
+        ctx: NodeContext,
+        decode: DecodeActor,
+        prefill: PrefillActor,
+        leases: LeaseDesk,
+        shards: ShardDesk,
     ) -> None:
         self._base = base
         self._ctx = ctx
-        self._decode, self._prefill, self._leases = decode, prefill, leases
+        self._decode, self._prefill, self._leases, self._shards = decode, prefill, leases, shards
         self.adopter = Adopter(ctx)
         self.mover = Mover(ctx, base.cluster, leases)
         self._leaving: asyncio.Task[None] | None = None
@@ -94,6 +101,7 @@ class Operations:
             others = bool(self._base.cluster.alive(Role.DECODE))
             self._decode.complete(DrainBegan(hand_over=others))
             self._prefill.complete(PrefillDrainBegan())
+            self._shards.drain(hand_over=others)
             work = self._leave(pace.bytes_per_s)
             self._leaving = asyncio.get_running_loop().create_task(work, name="drain")
         return self._body()
@@ -119,6 +127,7 @@ class Operations:
             self.mover.counts = None
             self._decode.complete(DrainEnded())
             self._prefill.complete(PrefillDrainEnded())
+            self._shards.resume()
             self.adopter.refusing = ""
             self._base.draining = False
             self._base.cluster.say("serving")
@@ -151,7 +160,9 @@ class Operations:
 
     def _running(self) -> bool:
         decode, prefill = self._decode.machine, self._prefill.machine
-        return bool(decode.num_running or decode.num_waiting or prefill.num_running or prefill.num_waiting)
+        return bool(
+            decode.num_running or decode.num_waiting or prefill.num_running or prefill.num_waiting or self._shards.busy
+        )
 
     def _busy(self) -> bool:
         return bool(self._running() or len(self._leases) or len(self.adopter) or len(self._decode.outbox))

@@ -23,7 +23,7 @@ from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_services.config import Role
 from kv_services.engine.interface import Model
-from kv_services.engine.load import EngineSpec, open_model
+from kv_services.engine.load import EngineSpec, open_model, shard_engine
 from kv_services.engine.threads import set_blas_threads
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
@@ -43,6 +43,7 @@ from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.prefix_desk import PastRequests, PrefixDesk
 from kv_services.node.pull_cost import PullCost, plan_pull
 from kv_services.node.recoverer import Recoverer
+from kv_services.node.shard_desk import ShardDesk
 from kv_services.node.sharing import Sharing
 from kv_services.node.store import LeaseDesk
 from kv_services.node.tier_setup import open_tiers
@@ -120,7 +121,8 @@ class NodeWork:
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.leases = LeaseDesk(ctx)
-        self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases)
+        self.shards = ShardDesk(ctx, shard_engine(model), base.events)
+        self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.shards)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
         self.prefixes = PrefixDesk(ctx, model.info.weights_revision)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx).adopt)
@@ -132,6 +134,7 @@ class NodeWork:
             # Both, since the node may change its role, and what a gateway sends by an older view is done all the same.
             self.decode.listen()
             self.prefill.listen()
+            self.shards.listen()
         self.leases.listen()
         self.clients.listen()
         self.operations.adopter.listen()
@@ -144,6 +147,7 @@ class NodeWork:
         assert self._closed is not None
         ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._closed.wait())]
         ends += [asyncio.ensure_future(actor.run()) for actor in (self.decode, self.prefill)]
+        ends += self.shards.running()
         try:
             while not any(end.done() for end in ends):
                 self._tick()
@@ -162,6 +166,7 @@ class NodeWork:
         await self.operations.close()
         await self.decode.close()
         await self.prefill.close()
+        await self.shards.close()
         await self.clients.close()
         self.prefixes.close()
         await self.ctx.tiers.close()
@@ -174,7 +179,7 @@ class NodeWork:
         stats = self.ctx.pool.stats()
         decode, prefill = self.decode.machine, self.prefill.machine
         return Load(
-            running=decode.num_running + prefill.num_running,
+            running=decode.num_running + prefill.num_running + len(self.shards.coordinator),
             waiting=decode.num_waiting + prefill.num_waiting,
             waiting_tokens=prefill.waiting_tokens,
             slots_total=stats.total,
@@ -204,7 +209,7 @@ class NodeWork:
             "token streams": len(self.decode.outbox),
             "adoptions": len(self.operations.adopter),
         }
-        things |= self.clients.open_things()
+        things |= self.clients.open_things() | self.shards.open_things()
         for hold in self.ctx.pool.holds():
             kind = f"pool {hold.receipt.kind.value}"
             things[kind] = things.get(kind, 0) + 1
@@ -222,6 +227,7 @@ class NodeWork:
         now_ns = self.ctx.clock.monotonic_ns()
         self.decode.complete(TimePassed(now_ns))
         self.prefill.complete(PrefillTimePassed(now_ns))
+        self.shards.tick(now_ns)
         self.leases.expire()
         self.clients.tick(self._sessions)
         self.ctx.tiers.tick()
@@ -237,6 +243,7 @@ class NodeWork:
         request_id = RequestId(message.request_id)
         self.decode.complete(EndAsked(request_id, message.epoch, message.cause))
         self.prefill.complete(PrefillEndAsked(request_id, message.epoch, message.cause))
+        self.shards.end(request_id, message.epoch, message.cause)
         return Ack()
 
     def _on_member(self, effect: MemberEffect) -> None:
@@ -244,6 +251,7 @@ class NodeWork:
             self.decode.complete(PeerDied(effect.node_id, effect.cause))
             self.decode.outbox.drop_gateway(effect.node_id)
             self.prefill.complete(PrefillPeerDied(effect.node_id, effect.cause))
+            self.shards.died(effect)
             self.leases.reader_died(effect.node_id)
 
 
@@ -336,5 +344,5 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     agent.on_recovery = recovery.inside
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
-    base.tiers, base.moving = ctx.tiers.counts, work.operations.moving
+    base.tiers, base.moving, base.shards = ctx.tiers.counts, work.operations.moving, work.shards.status
     return work

@@ -11,6 +11,13 @@ class ClusterTooSmallError(RequestTooLargeError):
     template = "{request_id} needs {need} blocks; no {mode} plan over {nodes} nodes of {total} blocks holds it"
 
 
+class ClusterFullError(NodeError, RetryableError):
+    """The nodes that are alive and free just now would not hold it; all that are known, empty, would."""
+
+    code = 7164
+    template = "{request_id} needs {need} blocks over several nodes; {nodes} nodes have {free} free now"
+
+
 class ShardRefusedError(NodeError, RetryableError):
     """A node that was to hold a piece has no room now, or is leaving."""
 

@@ -50,13 +50,14 @@ class SequenceSize:
 class Stage:
     """Consecutive layers held by the same nodes; `pieces` in the order of their tokens, cut to these layers.
 
-    One piece: its holder runs the layers. Several: the coordinator runs them, a layer at a time, and each holder
+    Not `split`: the only holder runs the layers. `split`: the coordinator runs them, a layer at a time, and each holder
     attends over its own tokens.
     """
 
     layer_start: int
     layer_end: int
     pieces: tuple[Placement, ...]
+    split: bool
 
 
 _Cut: TypeAlias = Callable[[SequenceSize, Mapping[NodeId, int]], tuple[Placement, ...]]
@@ -127,8 +128,20 @@ def stages_of(pieces: Sequence[Placement], size: SequenceSize) -> tuple[Stage, .
         if stages and [p.node for p in stages[-1].pieces] == [p.node for p in here]:
             start = stages.pop().layer_start
         cut = tuple(Placement(start, end, piece.token_start, piece.token_end, piece.node) for piece in here)
-        stages.append(Stage(start, end, cut))
+        stages.append(Stage(start, end, cut, split=len(cut) > 1))
     return tuple(stages)
+
+
+def single_steps(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The same with split stages taken apart into one for each layer."""
+    steps: list[Stage] = []
+    for stage in stages:
+        if stage.split:
+            layers = range(stage.layer_start, stage.layer_end)
+            steps += [Stage(layer, layer + 1, stage.pieces, split=True) for layer in layers]
+        else:
+            steps.append(stage)
+    return tuple(steps)
 
 
 def pass_end(stages: Sequence[Stage], start: int, stop: int, tokens_max: int) -> int:
