@@ -1,6 +1,6 @@
-"""Install other transfer engines, each in an environment of its own, to be measured beside ours.
+"""Install other transfer engines, indexes and routers, each in an environment of its own, to be measured beside ours.
 
-    python bench/peers/install.py [nixl] [mooncake]
+    python bench/peers/install.py [nixl] [mooncake] [dynamo] [vllm-router]
 
 Nothing of them is needed by the product, and nothing of the product is in their environments.
 """
@@ -17,6 +17,8 @@ PACKAGES: Final[dict[str, Sequence[str]]] = {
     # Without its dependencies, which are a CUDA build of torch; its bindings need NumPy alone.
     "nixl": ("--no-deps", "nixl-cu12==1.5.1", "numpy==2.3.5"),
     "mooncake": ("--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13"),
+    "dynamo": ("ai-dynamo-runtime==1.6.1",),
+    "vllm-router": ("vllm-router==0.1.17",),
 }
 
 
