@@ -228,7 +228,9 @@ async def running(
     operator_keys: Sequence[str] = (),
     tiers: TiersSection | None = None,
     tls_folder: str = "",
+    codec: str = "auto",
     routing: RoutingSection | None = None,
+    model: ModelSection = MODEL,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
     with PortReservation() as ports:
@@ -243,10 +245,11 @@ async def running(
                 backend=backend,  # type: ignore[arg-type]  # checked by the launcher
                 allow_ucx=backend == "ucx",
                 tls_folder=tls_folder,
+                codec=codec,  # type: ignore[arg-type]
             ),
             tenants=tenants,
             tiers=tiers,
-            model=MODEL,
+            model=model,
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))
         config = msgspec.structs.replace(config, cluster=cluster_section, routing=routing or config.routing)

@@ -25,10 +25,13 @@ from kv_services.errors import (
 )
 from kv_services.node.prefill_events import (
     AbortHandover,
+    AnnounceBlocks,
     CancelCompute,
     FinishHandover,
     HandoverEnded,
     HandoverStats,
+    NoteWaited,
+    NoteWaiting,
     OpenHandover,
     PrefillAsked,
     PrefillComputed,
@@ -44,6 +47,7 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
+    WithdrawBlocks,
 )
 from kv_services.node.prefill_state import PrefillMachine
 
@@ -125,7 +129,7 @@ def test_a_prompt_is_computed_and_handed_over_without_its_last_token() -> None:
     (opened,), (compute,) = of(effects, OpenHandover), of(effects, StartPrefill)
     assert (opened.first_block, opened.ready_blocks, len(opened.refs)) == (1, 0, 2)
     assert (compute.start, compute.stop, compute.refs) == (0, 8, opened.refs)
-    assert m.step(computed()) == [FinishHandover(R, 1, 8)]
+    assert m.step(computed()) == [FinishHandover(R, 1, 8), WithdrawBlocks(R, 1)]
     (done,) = of(m.step(sent()), ReplyDone)
     assert (done.local_tokens, done.pulled_tokens, done.computed_tokens, done.stats) == (0, 0, 8, STATS)
     assert pool.stats().pinned == 0 and pool.stats().cached == 2
@@ -287,7 +291,7 @@ def test_blocks_stay_until_neither_thread_nor_hand_over_can_touch_them() -> None
         assert pool.stats().pinned == 2
         m.step(first)
         assert pool.stats().pinned == 2
-        assert m.step(second) == []
+        assert of(m.step(second), ReplyFailed) == []
         assert pool.stats().pinned == 0
 
 
@@ -379,6 +383,7 @@ class World:
     generations: dict[int, int] = field(default_factory=dict)
     bytes_in: dict[int, Tokens] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
+    announced: dict[tuple[RequestId, int], tuple[BlockHash, ...]] = field(default_factory=dict)
 
     def step(self, event: PrefillEvent) -> None:
         for effect in self.m.step(event):
@@ -428,6 +433,17 @@ class World:
                     # Nobody else sends what is about to be written.
                     assert key == (request_id, epoch) or not written & {ref.slot for ref in sending.refs}
                 self.compute = effect
+            case AnnounceBlocks(request_id, epoch, hashes, num_tokens):
+                assert self.compute is None and not self.announced
+                tokens = self.asked[request_id, epoch][:-1]
+                assert hashes and hashes == tuple(hash_tokens(NS, tokens)[-len(hashes) :])
+                assert num_tokens > (len(hashes) - 1) * BLOCK
+                self.announced[request_id, epoch] = hashes
+            case WithdrawBlocks(request_id, epoch):
+                assert self.compute is None
+                del self.announced[request_id, epoch]
+            case NoteWaiting() | NoteWaited():
+                raise AssertionError("nobody computes elsewhere")
             case CancelCompute(request_id, epoch):
                 assert self.compute is not None
                 assert (self.compute.request_id, self.compute.epoch) == (request_id, epoch)
@@ -550,4 +566,4 @@ def test_every_block_that_is_sent_is_whole_and_nothing_is_lost_or_leaked(
             w.end_sending(key, OOPS)
     assert pool.stats().pinned == 0 and pool.holds() == []
     assert m.num_running == m.num_waiting == 0
-    assert w.unanswered == set()
+    assert w.unanswered == set() and w.announced == {}

@@ -83,4 +83,12 @@ def test_a_pool_that_sometimes_forgets_to_release(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(300)
 def test_a_gateway_without_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestActor, "_deadline", lambda self: None)
-    assert "AnswerError" in _caught(2, 30.0)
+    # Whether an answer is stuck when the faults are over depends on the least change of what happens when.
+    for seed in range(1, 7):
+        try:
+            simulate(seed, seconds=30.0)
+        except SimulationFailedError as error:
+            assert "AnswerError" in str(error)
+            break
+    else:
+        pytest.fail("no seed found a request that outlived its deadline")

@@ -98,6 +98,9 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         Literal["llama", "stub"],
         Meta(description="llama computes with the weights; stub makes tokens by arithmetic, for tests of the fabric"),
     ] = "llama"
+    stub_token_us: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="microseconds the stub spends on each prompt token it computes")
+    ] = 0
     kv_dtype: Annotated[Literal["fp32", "fp16", "bf16"], Meta(description="element type of stored KV")] = "bf16"
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     layout: Annotated[

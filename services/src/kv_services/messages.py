@@ -5,7 +5,7 @@ durations, never clock readings of another machine. New fields go last and have 
 skip them.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,8 @@ from kv_core.wire import Message
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_INT64)]
 Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
+ANNOUNCED_BLOCKS_MAX: Final = 4_096
+"""Blocks named in one announcement (80 KiB of names): of a longer prompt the beginning is announced."""
 TokenBytes = Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_TOKENS_PER_REQUEST)]
 
 
@@ -184,6 +186,24 @@ class EndRequest(Message, frozen=True, tag="end_request"):
     cause: Name
 
 
+class PrefixComputing(Message, frozen=True, tag="prefix_computing"):
+    """Published by a node that begins to compute blocks: consecutive ones, named as `BlockHashes.packed`. All of them
+    are expected in `ready_ns`; after `until_ns` nobody need believe it. A hint: whoever misses it computes."""
+
+    computation: Name
+    names: Annotated[bytes, Meta(min_length=20, max_length=20 * ANNOUNCED_BLOCKS_MAX)]
+    ready_ns: Count
+    until_ns: Count
+
+
+class PrefixComputed(Message, frozen=True, tag="prefix_computed"):
+    """Published when that computation is over, well or badly. Whoever follows `after` sees the blocks that came of it
+    as claims."""
+
+    computation: Name
+    after: bytes = b""
+
+
 class AdoptPrefix(Message, frozen=True, tag="adopt_prefix"):
     """A node to another that shall hold a prefix from now on: its tokens, and leave to read its blocks from
     `first_block` on. Those before it are there already, or the answer is an error."""
@@ -220,6 +240,8 @@ ROLE_MESSAGES: tuple[type[Message], ...] = (
     TokenBatch,
     DecodeGaveUp,
     EndRequest,
+    PrefixComputing,
+    PrefixComputed,
     AdoptPrefix,
     PrefixAdopted,
     Ack,

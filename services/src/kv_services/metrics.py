@@ -51,6 +51,12 @@ class Metrics:
         self.prefix_tokens = Counter(
             "kv_prefix_tokens", "Prompt tokens by where their KV came from", ["source"], registry=reg
         )
+        self.prefix_waits = Counter(
+            "kv_prefix_waits",
+            "Requests that waited for a prefix another node was computing, by what they found then",
+            ["outcome"],
+            registry=reg,
+        )
         self.transfer_seconds = Histogram(
             "kv_transfer_seconds", "Duration of transfers", ["transport"], buckets=_SECONDS, registry=reg
         )

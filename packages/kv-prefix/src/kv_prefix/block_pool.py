@@ -13,31 +13,24 @@ B5: `match` changes nothing. Calls that fail change nothing.
 B6: a block that someone else can read is never written: whoever appends copies first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kv_core.block import BlockRef
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra, Tokens, token_bytes
-from kv_core.ids import Generation, NodeId, RegionId
-from kv_prefix import limits
-from kv_prefix.committing import Outcome, commit_block, keep_tail, require_fit, runs
-from kv_prefix.errors import (
-    BlockMismatchError,
-    DigestMismatchError,
-    InvalidRequestError,
-    NotHeldError,
-    PinQuotaExceededError,
-    StaleMatchError,
-)
+from kv_core.ids import RegionId
+from kv_prefix.committing import Outcome, commit_block, require_fit, runs
+from kv_prefix.errors import BlockMismatchError, InvalidRequestError
 from kv_prefix.events import BlocksStored, PoolEvent, RemovalReason
-from kv_prefix.eviction import EvictionPolicy, make_eviction_policy
-from kv_prefix.matching import continue_partially, extras_by_block, stored_digest, walk
-from kv_prefix.pins import Hold, HoldInfo, HoldKind, HoldTable, Receipt, Tail
-from kv_prefix.pool_types import CopyBlock, Lease, Opened, PartialMatch, PoolMatch, PoolStats
-from kv_prefix.retention import RetentionPolicy
-from kv_prefix.slots import ROOT, SlotTable
+from kv_prefix.eviction import EvictionPolicy
+from kv_prefix.matching import continue_partially, extras_by_block, walk
+from kv_prefix.pins import HoldKind, Receipt, Tail
+from kv_prefix.pool_holds import PoolHolds
+from kv_prefix.pool_types import CopyBlock, Opened, PartialMatch, PoolMatch, PoolStats
+from kv_prefix.quotas import AccountSource, AccountStats
+from kv_prefix.slots import ROOT
 
 
-class BlockPool:
+class BlockPool(PoolHolds):
     """The slots of one arena.
 
     Args:
@@ -46,6 +39,8 @@ class BlockPool:
         region: the arena's region, put into every reference.
         policy: eviction strategy over `num_slots` slots; `adaptive` when None.
         pin_quota: blocks that operators may pin; half the pool when None.
+        retain_quota: blocks that requests may ask to be kept; half the pool when None.
+        accounts: tenants with quotas of their own; nobody is counted when None.
 
     Raises:
         InvalidRequestError: a size is out of range.
@@ -59,25 +54,20 @@ class BlockPool:
         region: RegionId,
         policy: EvictionPolicy | None = None,
         pin_quota: int | None = None,
+        retain_quota: int | None = None,
+        accounts: AccountSource | None = None,
     ) -> None:
-        if not 0 < num_slots <= limits.MAX_SLOTS:
-            raise InvalidRequestError(name="num_slots", value=num_slots, rule=f"need 1 to {limits.MAX_SLOTS}")
-        if block_size < 1:
-            raise InvalidRequestError(name="block_size", value=block_size, rule="need at least 1")
-        self._region = region
-        self._pin_quota = num_slots // 2 if pin_quota is None else pin_quota
-        chosen = policy or make_eviction_policy("adaptive", num_slots)
-        self._retention = RetentionPolicy(chosen, num_slots)
-        self._slots = SlotTable(num_slots, block_size, self._retention)
-        self._holds = HoldTable()
-        self._operator_pins: dict[int, int] = {}
+        super().__init__(
+            num_slots,
+            block_size,
+            region=region,
+            policy=policy,
+            pin_quota=pin_quota,
+            retain_quota=retain_quota,
+            accounts=accounts,
+        )
         self._outcomes = dict.fromkeys(Outcome, 0)
         self._num_copies = 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._slots.block_size
 
     def match(
         self,
@@ -115,31 +105,33 @@ class BlockPool:
         the full ones, and comes with a copy to perform unless nobody else could still read it.
 
         Raises:
-            NoSpaceError: not enough slots are free or evictable; nothing was changed.
+            NoSpaceError: not enough slots are free or evictable, or the tenant may have no more; nothing was changed.
             StaleMatchError: a matched block was evicted since; match again.
         """
-        if num_new < 0:
-            raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
-        matched = self._resolve_match(match) if match else []
-        partial = match.partial if match and use_partial and num_new else None
-        source = self._resolve((partial.ref,), findable=True) if partial else []
-        # A part-filled block that nobody holds is continued where it lies: its tokens stay, and no copy is needed.
-        adopt = partial is not None and self._may_adopt(source[0], partial.num_tokens)
-        self._slots.require(num_new - adopt, sum(map(self._slots.is_cached, (*matched, *source))))
+        matched, source, adopt, account = self._plan_open(match, num_new, use_partial=use_partial)
+        partial = match.partial if match and source else None
         hold = self._holds.add(HoldKind.TABLE, owner, matched)
-        hold.num_committed = len(matched)
+        hold.num_committed, hold.account = len(matched), account
         self._acquire(matched)
         self._acquire(source)
         if adopt:
             self._slots.withdraw(source[0])
             self._slots.generation[source[0]] += 1
             hold.slots.extend(source)
-        hold.slots.extend(self._slots.take(num_new - adopt))
+        hold.slots.extend(self._slots.take(num_new - adopt, account))
         num_tokens = hold.num_committed * self.block_size + (partial.num_tokens if partial else 0)
         copy = None
         if partial is not None and not adopt:
             copy = self._copy(owner, source[0], hold.slots[hold.num_committed], partial.num_tokens)
         return Opened(hold.receipt, self._refs(hold.slots), num_tokens, copy)
+
+    def require_open(self, match: PoolMatch | None = None, num_new: int = 0, *, use_partial: bool = True) -> None:
+        """Check that `open` with these would succeed just now; changes nothing.
+
+        Raises:
+            NoSpaceError, StaleMatchError: as `open`.
+        """
+        self._plan_open(match, num_new, use_partial=use_partial)
 
     def append(self, table: Receipt, num_new: int = 1) -> tuple[BlockRef, ...]:
         """Add `num_new` fresh slots to the end of a table; all or nothing.
@@ -151,7 +143,7 @@ class BlockPool:
         if num_new < 0:
             raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
         hold = self._holds.get(table, HoldKind.TABLE)
-        taken = self._slots.take(num_new)
+        taken = self._slots.take(num_new, hold.account)
         hold.slots.extend(taken)
         hold.tail = None
         return self._refs(taken)
@@ -233,7 +225,7 @@ class BlockPool:
             raise BlockMismatchError(detail=f"{num_tokens} tokens in a table of {len(source.slots)} blocks")
         hold = self._holds.add(HoldKind.TABLE, owner, source.slots[:num_blocks])
         self._acquire(hold.slots)
-        hold.num_committed = min(source.num_committed, num_tokens // self.block_size)
+        hold.num_committed, hold.account = min(source.num_committed, num_tokens // self.block_size), source.account
         return Opened(hold.receipt, self._refs(hold.slots), num_tokens, None)
 
     def prepare_append(self, table: Receipt, num_tokens: int) -> CopyBlock | None:
@@ -252,132 +244,13 @@ class BlockPool:
             raise BlockMismatchError(detail=f"no block behind {num_tokens} tokens in a table of {len(hold.slots)}")
         source = hold.slots[block_idx]
         if self._slots.refs[source] > 1 or self._slots.committed[source]:
-            (hold.slots[block_idx],) = self._slots.take(1)
+            (hold.slots[block_idx],) = self._slots.take(1, hold.account)
             hold.num_committed = min(hold.num_committed, block_idx)
             hold.tail = None
             # The table's own reference to the source becomes the copy's.
             return self._copy(hold.receipt.owner, source, hold.slots[block_idx], num_kept)
         hold.tail = None
         return None
-
-    def refs(self, receipt: Receipt) -> tuple[BlockRef, ...]:
-        """Where the blocks of a table, or of any other hold, lie, in order.
-
-        Raises:
-            UnknownReceiptError: it was given back.
-        """
-        return self._refs(self._holds.get(receipt).slots)
-
-    def release(self, receipt: Receipt) -> None:
-        """Give back a table, lease, pin or copy source. Committed blocks stay, evictable tail first; others are freed.
-
-        Raises:
-            UnknownReceiptError: it was given back already.
-        """
-        self._let_go(self._holds.remove(receipt))
-
-    def lease(
-        self,
-        reader: NodeId,
-        namespace: bytes,
-        prefix_hash: BlockHash,
-        token_digest: bytes,
-        *,
-        until_ns: int,
-        first_block_idx: int = 0,
-    ) -> Lease:
-        """Let `reader` read the blocks `first_block_idx ..` of the prefix that ends in `prefix_hash`.
-
-        Args:
-            token_digest: `kv_core.hashing.token_digest` over all tokens of the prefix from block 0 and the extras that
-                begin in it, as the reader knows them; compared with the same over what is stored.
-
-        Raises:
-            NotHeldError: the prefix is not here.
-            DigestMismatchError: it is, but with other tokens.
-            LeaseLimitError: too many leases are out.
-        """
-        last = self._slots.find(prefix_hash.sequence)
-        if last is None or self._slots.hash[last] != prefix_hash or self._slots.namespace[last] != namespace:
-            raise NotHeldError(prefix_hash=prefix_hash.sequence.hex())
-        chain = self._slots.chain(last)
-        if not 0 <= first_block_idx < len(chain):
-            raise InvalidRequestError(
-                name="first_block_idx", value=first_block_idx, rule=f"the prefix has {len(chain)} blocks"
-            )
-        if stored_digest(self._slots, chain) != token_digest:
-            raise DigestMismatchError(prefix_hash=prefix_hash.sequence.hex())
-        return self._lease_chain(reader, chain[first_block_idx:], until_ns)
-
-    def lease_match(self, reader: NodeId, match: PoolMatch, *, until_ns: int) -> Lease:
-        """Let `reader` read the full blocks of a match, whose tokens were compared when it was made.
-
-        Raises:
-            StaleMatchError: a matched block was evicted since.
-            LeaseLimitError: too many leases are out.
-        """
-        return self._lease_chain(reader, self._resolve_match(match), until_ns)
-
-    def renew(self, receipt: Receipt, *, now_ns: int, until_ns: int) -> Receipt:
-        """Move a lease's end; the new receipt replaces the old.
-
-        Raises:
-            LeaseExpiredError: it has ended already.
-        """
-        return self._holds.renew(receipt, now_ns=now_ns, until_ns=until_ns)
-
-    def retain(self, match: PoolMatch, *, priority: int, until_ns: int) -> None:
-        """Evict the full blocks of a match after all that nobody retains, until `until_ns`; lowest priority first.
-
-        Raises:
-            InvalidRequestError: a priority outside 0 to 100, or no time.
-            StaleMatchError: a matched block was evicted since.
-        """
-        for slot in self._resolve_match(match):
-            self._retention.retain(slot, priority, until_ns)
-
-    def expire(self, now_ns: int) -> list[Receipt]:
-        """End every lease and every retention whose time has passed; returns the leases."""
-        self._retention.expire(now_ns)
-        expired = self._holds.take_expired(now_ns)
-        for hold in expired:
-            self._let_go(hold)
-        return [hold.receipt for hold in expired]
-
-    def hold(self, owner: str, refs: Sequence[BlockRef], *, used: bool = True) -> Receipt:
-        """Keep slots in place while they are copied elsewhere (outgoing transfer, spill) or written by a peer.
-
-        Args:
-            used: whether this counts as a use of the content for eviction; a spill is none.
-
-        Raises:
-            StaleMatchError: one of them was given back or handed out again since.
-        """
-        slots = self._resolve(refs, findable=False)
-        hold = self._holds.add(HoldKind.COPY, owner, slots)
-        if used:
-            self._acquire(slots)
-        else:
-            for slot in slots:
-                self._slots.acquire(slot)
-        return hold.receipt
-
-    def pin(self, owner: str, match: PoolMatch) -> Receipt:
-        """Keep the full blocks of a match resident until released, within the quota.
-
-        Raises:
-            PinQuotaExceededError: the quota is used up; nothing was changed.
-            StaleMatchError: a matched block was evicted since.
-        """
-        slots = self._resolve_match(match)
-        need = sum(slot not in self._operator_pins for slot in slots)
-        if len(self._operator_pins) + need > self._pin_quota:
-            raise PinQuotaExceededError(need=need, used=len(self._operator_pins), quota=self._pin_quota)
-        hold = self._holds.add(HoldKind.PIN, owner, slots)
-        self._acquire(slots)
-        for slot in slots:
-            self._operator_pins[slot] = self._operator_pins.get(slot, 0) + 1
-        return hold.receipt
 
     def drop(self, block_hash: BlockHash, reason: RemovalReason = RemovalReason.CHECK_FAILED) -> int:
         """Make a block and everything built on it unfindable; returns how many blocks that were.
@@ -393,6 +266,10 @@ class BlockPool:
         """Drop every block of a namespace (of all when None); returns how many."""
         return sum(self._slots.remove_subtree(root, RemovalReason.PURGED) for root in self._slots.roots(namespace))
 
+    def evict(self, most: int) -> int:
+        """Evict up to so many blocks that nobody holds, ahead of need; returns how many."""
+        return self._slots.evict(most)
+
     def take_events(self) -> list[PoolEvent]:
         """What happened since the last call, in order. Call it after every call: nothing else empties the list."""
         events, self._slots.events = self._slots.events, []
@@ -402,24 +279,6 @@ class BlockPool:
         """Every findable block, parents first, as if it had just been stored: for a peer that starts from nothing."""
         full = (slot for slot in self._slots.committed_slots() if self._slots.hash[slot] is not None)
         return map(self._stored_event, runs(self._slots, full))
-
-    def prefix(self, block_hash: BlockHash) -> PoolMatch | None:
-        """The whole prefix that ends in a block, by its name alone; None when it is not held. For operators."""
-        last = self._slots.find(block_hash.sequence)
-        if last is None or self._slots.hash[last] != block_hash:
-            return None
-        chain = self._slots.chain(last)
-        names = tuple(name for slot in chain if (name := self._slots.hash[slot]) is not None)
-        return PoolMatch(self._slots.namespace[last], names, self._refs(chain), None, len(chain) * self.block_size)
-
-    def is_evictable(self, block_hash: BlockHash) -> bool:
-        """Whether a block is held, and nothing keeps it from being evicted."""
-        slot = self._slots.find(block_hash.sequence)
-        return slot is not None and self._slots.hash[slot] == block_hash and self._slots.is_cached(slot)
-
-    def holds(self) -> list[HoldInfo]:
-        """Every live receipt: who holds how much, and until when."""
-        return [HoldInfo(hold.receipt, len(hold.slots)) for hold in self._holds]
 
     def stats(self) -> PoolStats:
         """Counts of slots by state and of what happened."""
@@ -438,51 +297,28 @@ class BlockPool:
             retained=self._retention.num_retained,
         )
 
+    def accounts(self) -> dict[str, AccountStats]:
+        """What each tenant with an account holds; empty without accounts."""
+        return self._quotas.stats() if self._quotas is not None else {}
+
     def check(self) -> None:
         """Assert every invariant; O(total), for tests and for a node's self-check."""
         self._slots.check([slot for hold in self._holds for slot in hold.slots])
 
-    def _ref(self, slot: int) -> BlockRef:
-        return BlockRef(self._region, slot, Generation(self._slots.generation[slot]))
-
-    def _refs(self, slots: Iterable[int]) -> tuple[BlockRef, ...]:
-        return tuple(map(self._ref, slots))
-
-    def _resolve_match(self, match: PoolMatch) -> list[int]:
-        return self._resolve(match.refs, findable=True)
-
-    def _resolve(self, refs: Iterable[BlockRef], *, findable: bool) -> list[int]:
-        """The slots behind references that still stand: findable blocks, or else anything somebody holds."""
-        slots: list[int] = []
-        for block_idx, ref in enumerate(refs):
-            slot = ref.slot
-            stands = (
-                ref.region == self._region
-                and slot < self._slots.total
-                and self._slots.generation[slot] == ref.generation
-                and (self._slots.committed[slot] or (not findable and self._slots.refs[slot]))
-            )
-            if not stands:
-                raise StaleMatchError(block_idx=block_idx, slot=slot, generation=ref.generation)
-            slots.append(slot)
-        return slots
-
-    def _acquire(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._slots.acquire(slot)
-            if self._slots.committed[slot]:
-                self._slots.touch(slot)
-
-    def _let_go(self, hold: Hold) -> None:
-        if hold.receipt.kind is HoldKind.PIN:
-            for slot in hold.slots:
-                self._operator_pins[slot] -= 1
-                if not self._operator_pins[slot]:
-                    del self._operator_pins[slot]
-        if hold.tail is not None:
-            keep_tail(self._slots, hold.slots, hold.tail)
-        for slot in reversed(hold.slots):
-            self._slots.release(slot)
+    def _plan_open(
+        self, match: PoolMatch | None, num_new: int, *, use_partial: bool
+    ) -> tuple[list[int], list[int], bool, int]:
+        """Matched slots, the part-filled one to go on from, whether that is continued in place, and who is charged."""
+        if num_new < 0:
+            raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
+        matched = self._resolve_match(match) if match else []
+        partial = match.partial if match and use_partial and num_new else None
+        source = self._resolve((partial.ref,), findable=True) if partial else []
+        # A part-filled block that nobody holds is continued where it lies: its tokens stay, and no copy is needed.
+        adopt = partial is not None and self._may_adopt(source[0], partial.num_tokens)
+        account = self._quotas.number(match.namespace) if self._quotas is not None and match else 0
+        self._slots.require(num_new - adopt, (*matched, *source), account)
+        return matched, source, adopt, account
 
     def _may_adopt(self, slot: int, num_tokens: int) -> bool:
         nbytes = len(self._slots.tokens[slot])
@@ -493,12 +329,6 @@ class BlockPool:
         copying = self._holds.add(HoldKind.COPY, owner, [source])
         self._num_copies += 1
         return CopyBlock(self._ref(source), self._ref(target), num_tokens, copying.receipt)
-
-    def _lease_chain(self, reader: NodeId, slots: list[int], until_ns: int) -> Lease:
-        hold = self._holds.add(HoldKind.LEASE, reader, slots, until_ns)
-        self._acquire(slots)
-        hashes = tuple(block_hash for slot in slots if (block_hash := self._slots.hash[slot]) is not None)
-        return Lease(hold.receipt, self._refs(slots), hashes)
 
     def _stored_event(self, run: list[int]) -> BlocksStored:
         slots = self._slots

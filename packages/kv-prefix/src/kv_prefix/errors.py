@@ -101,3 +101,16 @@ class InvalidRequestError(PrefixError, LocalProtocolError):
 
     code = 5013
     template = "{name} is {value}; {rule}"
+
+
+class TenantQuotaError(NoSpaceError):
+    """A tenant would exceed its quota of blocks, and too few of its own can be evicted; nothing was changed.
+
+    Raised at once, whatever room others leave.
+    """
+
+    code = 5014
+    template = (
+        "no space for tenant {tenant!r}: {need} more blocks exceed its quota of {quota}, of which {used} are in use "
+        "and {evictable} evictable"
+    )

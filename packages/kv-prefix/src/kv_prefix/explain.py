@@ -17,6 +17,7 @@ from kv_core.namespace import Namespace
 from kv_prefix import limits
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import BlockRemoved, PoolEvent, RemovalReason
+from kv_prefix.in_flight import InFlight
 from kv_prefix.prefix_index import PrefixIndex
 
 
@@ -26,6 +27,7 @@ class Verdict(Enum):
     LAST_TOKEN = "left to compute"
     HIT = "hit"
     REMOTE = "held by another node"
+    IN_FLIGHT = "being computed"
     AFTER_GAP = "held, but behind a gap"
     COLLISION = "other content holds its hash"
     EVICTED = "evicted"
@@ -99,6 +101,7 @@ class Explainer:
         removals: what went from it.
         index: the cluster's index, where the node has one.
         others: namespaces to look for the same tokens in.
+        in_flight: what other nodes compute, where the node hears of it.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class Explainer:
         removals: RemovalLog,
         index: PrefixIndex | None = None,
         others: Sequence[Namespace] = (),
+        in_flight: InFlight | None = None,
     ) -> None:
         self._pool, self._removals, self._index, self._others = pool, removals, index, others
+        self._in_flight = in_flight
 
     def explain(self, namespace: Namespace, tokens: Tokens, extras: Sequence[Extra] = ()) -> list[BlockExplanation]:
         """Each full block of a prompt with its verdict."""
@@ -119,6 +124,7 @@ class Explainer:
         runs = self._index.lookup(names[:num_usable]) if self._index else []
         elsewhere = [(other, hash_tokens(other, raw, extras)) for other in self._others if other != namespace]
         elsewhere = [(other, hashed) for other, hashed in elsewhere if other.block_size == namespace.block_size]
+        owners = self._in_flight.owners(names) if self._in_flight else [""] * len(names)
         explained = []
         for block_idx, name in enumerate(names):
             holders: tuple[NodeId, ...] = ()
@@ -128,6 +134,8 @@ class Explainer:
                 verdict, detail = Verdict.HIT, "in this node's pool"
             elif holders := tuple(run.holder.node for run in runs if run.num_blocks > block_idx):
                 verdict, detail = Verdict.REMOTE, f"in an unbroken run of {', '.join(holders)}"
+            elif owners[block_idx]:
+                verdict, detail = Verdict.IN_FLIGHT, f"by {owners[block_idx]} just now"
             else:
                 verdict, detail, holders = self._why_not(name)
             if verdict is Verdict.NEVER_SEEN:

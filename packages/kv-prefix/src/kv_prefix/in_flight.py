@@ -142,6 +142,14 @@ class InFlight:
                 best = Wait(owner, num_held + done, block.ready_ns, block.until_ns, saved)
         return best
 
+    def owners(self, block_hashes: Sequence[BlockHash]) -> list[str]:
+        """Who computes each of these blocks; empty where nobody does. Changes nothing."""
+        blocks = (self._blocks.get(name.sequence) for name in block_hashes)
+        return [
+            block.owner if block is not None and block.check == name.check else ""
+            for block, name in zip(blocks, block_hashes, strict=True)
+        ]
+
     def check(self) -> None:
         """Assert that blocks and owners name each other, and that every owner has an end."""
         assert {name: block.owner for name, block in self._blocks.items()} == {

@@ -31,3 +31,9 @@ DEFAULT_LEASE_NS: Final = 30_000_000_000
 
 MAX_IN_FLIGHT_BLOCKS: Final = 262_144
 """Announced blocks that are not ready yet: four million tokens of prompts in computation at once."""
+
+MAX_ACCOUNTS: Final = 4_096
+"""Tenants whose blocks one pool counts."""
+
+MAX_ACCOUNT_NAMESPACES: Final = 65_536
+"""Namespaces of which a pool remembers whose they are; a forgotten one is asked for again."""

@@ -55,14 +55,16 @@ class Tail:
 
 
 class Hold:
-    """What a live receipt stands for. `num_committed` counts a table's blocks that were offered for sharing."""
+    """What a live receipt stands for. `num_committed` counts a table's blocks that were offered for sharing; `account`
+    is who is charged for what it is handed out."""
 
-    __slots__ = ("num_committed", "receipt", "slots", "tail")
+    __slots__ = ("account", "num_committed", "receipt", "slots", "tail")
 
     def __init__(self, receipt: Receipt, slots: list[int]) -> None:
         self.receipt = receipt
         self.slots = slots
         self.num_committed = 0
+        self.account = 0
         self.tail: Tail | None = None
 
 

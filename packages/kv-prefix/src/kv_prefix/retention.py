@@ -10,7 +10,7 @@ R3: retention ends with its time or with the content, whichever is first; until 
 
 import heapq
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Final
 
 from kv_prefix.errors import InvalidRequestError
@@ -41,6 +41,12 @@ class RetentionPolicy:
         self._ends: list[tuple[int, int]] = []
         self._tick = 0
         self.num_retained = 0
+        self.on_end: Callable[[int], None] | None = None
+        """Told of each slot whose retention ended, by time or with its content."""
+
+    def priority(self, slot: int) -> int:
+        """With which priority a slot is retained; -1 when it is not."""
+        return self._priority[slot] if self._until[slot] else -1
 
     def retain(self, slot: int, priority: int, until_ns: int) -> None:
         """Keep the content of a slot before others until `until_ns`; says anew what was said before.
@@ -121,6 +127,8 @@ class RetentionPolicy:
         self._until[slot] = 0
         self._queue.forget(slot)
         self.num_retained -= 1
+        if self.on_end is not None:
+            self.on_end(slot)
 
     def _arm(self, until_ns: int, slot: int) -> None:
         heapq.heappush(self._ends, (until_ns, slot))

@@ -15,12 +15,15 @@ S4: offered to the policy are exactly the cached slots without children.
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra
 from kv_prefix.errors import NoSpaceError
 from kv_prefix.events import BlockRemoved, PoolEvent, RemovalReason
 from kv_prefix.eviction import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kv_prefix.quotas import TenantQuotas
 
 ROOT: Final = -1
 """Parent of block 0."""
@@ -32,8 +35,11 @@ _NUM_SHARDS: Final = 256
 class SlotTable:
     """Slots `0 .. total - 1`. Callers hold what they got from `take` or `acquire` until they `release` it."""
 
-    def __init__(self, total: int, block_size: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, total: int, block_size: int, policy: EvictionPolicy, quotas: "TenantQuotas | None" = None
+    ) -> None:
         self.total = total
+        self.quotas = quotas
         self.block_size = block_size
         self.block_nbytes = block_size * TOKEN_BYTES
         self.num_free = total
@@ -59,12 +65,18 @@ class SlotTable:
         self._roots: dict[bytes, list[int]] = {}
         self._by_hash: tuple[dict[bytes, int], ...] = tuple({} for _ in range(_NUM_SHARDS))
 
-    def require(self, need: int, becoming_pinned: int = 0) -> None:
-        """Check that `need` slots can be handed out after `becoming_pinned` cached ones were pinned.
+    def require(self, need: int, becoming_pinned: Sequence[int] = (), account: int = 0) -> None:
+        """Check that `need` slots can be handed out to an account after these slots, if cached, were pinned.
 
         Raises:
             NoSpaceError: they cannot.
         """
+        cached = [slot for slot in becoming_pinned if self.is_cached(slot)]
+        if self.quotas is not None:
+            self.quotas.require(account, need, self.quotas.count(account, cached))
+        self._require_room(need, len(cached))
+
+    def _require_room(self, need: int, becoming_pinned: int = 0) -> None:
         if need > self.num_free + self.num_cached - becoming_pinned:
             raise NoSpaceError(
                 need=need,
@@ -74,13 +86,19 @@ class SlotTable:
                 total=self.total,
             )
 
-    def take(self, need: int) -> list[int]:
+    def take(self, need: int, account: int = 0) -> list[int]:
         """Hand out `need` slots with one reference each, evicting as needed; all or nothing.
 
         Raises:
-            NoSpaceError: fewer are free or evictable; nothing was changed.
+            NoSpaceError: fewer are free or evictable, or the account may have no more; nothing was changed.
         """
-        self.require(need)
+        self._require_room(need)
+        if self.quotas is not None:
+            self.quotas.require(account, need)
+            for _ in range(self.quotas.lacking(account, need)):
+                own = self.quotas.own_victim(account)
+                assert own is not None, "some evictable block of an account is a leaf"
+                self._evict(own)
         while self.num_free < need:
             self._evict_one()
         taken: list[int] = []
@@ -89,9 +107,18 @@ class SlotTable:
             self.generation[slot] += 1
             self.refs[slot] = 1
             taken.append(slot)
+            if self.quotas is not None:
+                self.quotas.charge(slot, account)
         self.num_free -= need
         self.num_pinned += need
         return taken
+
+    def evict(self, most: int) -> int:
+        """Evict up to so many blocks, in the policy's order, before their slots are needed; returns how many."""
+        count = min(most, self.num_cached)
+        for _ in range(count):
+            self._evict_one()
+        return max(count, 0)
 
     def acquire(self, slot: int) -> None:
         """One more reference to a slot that is not free."""
@@ -209,6 +236,9 @@ class SlotTable:
     def _evict_one(self) -> None:
         slot = self._policy.victim()
         assert slot is not None, "S2: some cached slot is a leaf"
+        self._evict(slot)
+
+    def _evict(self, slot: int) -> None:
         self.num_evicted += 1
         self._remove(slot, RemovalReason.EVICTED, evicted=True)
 
@@ -218,8 +248,7 @@ class SlotTable:
         if block_hash is not None:
             self.events.append(BlockRemoved(self.namespace[slot], self.depth[slot], block_hash, reason))
         if not self.refs[slot]:
-            self.num_cached -= 1
-            self.num_pinned += 1
+            self._count_cached(slot, -1)
             self._unlink(slot, evicted)
             self._free_slot(slot)
         else:
@@ -267,8 +296,7 @@ class SlotTable:
 
     def _became_busy(self, slot: int) -> None:
         while True:
-            self.num_cached -= 1
-            self.num_pinned += 1
+            self._count_cached(slot, -1)
             self._policy.withdraw(slot)
             parent = self.parent[slot]
             if parent == ROOT:
@@ -280,8 +308,7 @@ class SlotTable:
 
     def _became_idle(self, slot: int) -> None:
         while True:
-            self.num_pinned -= 1
-            self.num_cached += 1
+            self._count_cached(slot, 1)
             if slot not in self._children:
                 self._policy.offer(slot)
             parent = self.parent[slot]
@@ -292,9 +319,17 @@ class SlotTable:
                 return
             slot = parent
 
+    def _count_cached(self, slot: int, change: int) -> None:
+        self.num_cached += change
+        self.num_pinned -= change
+        if self.quotas is not None:
+            self.quotas.became_cached(slot, change)
+
     def _free_slot(self, slot: int) -> None:
         self.num_pinned -= 1
         self.num_free += 1
+        if self.quotas is not None:
+            self.quotas.discharge(slot)
         self._free.append(slot)
 
     def check(self, held: Sequence[int]) -> None:
@@ -319,6 +354,8 @@ class SlotTable:
         assert not free & cached and not free & pinned and not cached & pinned
         assert (len(cached), len(pinned)) == (self.num_cached, self.num_pinned)
         assert self.num_free + self.num_cached + self.num_pinned == self.total
+        if self.quotas is not None:
+            self.quotas.check(sorted(cached), self._free)
         for siblings in (*self._children.values(), *self._roots.values()):
             assert siblings and [self.tokens[s] for s in siblings] == sorted(self.tokens[s] for s in siblings)
         hashed = {block_hash.sequence: slot for slot in tree if (block_hash := self.hash[slot]) is not None}

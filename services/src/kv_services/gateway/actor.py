@@ -59,6 +59,7 @@ from kv_services.gateway.routing_state import (
     TokensArrived,
 )
 from kv_services.gateway.stream import TokenStream
+from kv_services.in_flight_watch import InFlightWatch
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
@@ -114,6 +115,7 @@ class GatewayContext:
     model_id: str
     weights_revision: str
     events: EventLog | None = None
+    in_flight: InFlightWatch | None = None
     oversize: Oversize | None = None
 
     def namespace(self, request: GenerationRequest) -> Namespace:
@@ -246,11 +248,16 @@ class RequestActor(Actor[Event, Effect]):
         holders = ctx.index.lookup(self._hashes)
         request_id = self._request.request_id
         num_tokens = len(self._request.prompt_token_ids)
-        choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill)
+        held = {match.holder.node: match.num_blocks for match in holders}
+        coming = ctx.in_flight.coming(self._hashes, held) if ctx.in_flight else {}
+        choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill, coming)
         self._figures = _Figures(choice, retries=self._figures.retries)
         ctx.placer.assign(choice.decode.node, request_id, 1)
         if choice.prefill is not None:
             ctx.placer.assign(choice.prefill.node, request_id, choice.prefill.new_blocks + 1)
+            if ctx.in_flight is not None and choice.prefill.new_blocks:
+                new = self._hashes[choice.prefill.overlap_blocks :]
+                ctx.in_flight.assigned(request_id, choice.prefill.node, new, self._request.deadline_ns)
         _log.debug("placed request=%s decode=%s (%s)", request_id, choice.decode.node, choice.decode.reason)
         return Placed(choice.decode.node, choice.prefill.node if choice.prefill else None)
 
@@ -309,7 +316,7 @@ class RequestActor(Actor[Event, Effect]):
         )
 
         def outcome(reply: Message | KVError) -> None:
-            self._ctx.placer.done(effect.prefill, self._request.request_id)
+            self._prefill_over(effect.prefill)
             if isinstance(reply, PrefillDone):
                 self._figures.prefill = reply
                 self.complete(PrefillEnded(effect.epoch))
@@ -385,11 +392,16 @@ class RequestActor(Actor[Event, Effect]):
             timer.cancel()
         self._timers.clear()
 
+    def _prefill_over(self, node_id: NodeId) -> None:
+        self._ctx.placer.done(node_id, self._request.request_id)
+        if self._ctx.in_flight is not None:
+            self._ctx.in_flight.over(self._request.request_id)
+
     def _unassign(self) -> None:
         if self._figures.choice is not None:
             self._ctx.placer.done(self._figures.choice.decode.node, self._request.request_id)
             if self._figures.choice.prefill is not None:
-                self._ctx.placer.done(self._figures.choice.prefill.node, self._request.request_id)
+                self._prefill_over(self._figures.choice.prefill.node)
 
     def _end(self) -> None:
         self._cancel_timers()

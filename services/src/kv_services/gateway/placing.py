@@ -4,7 +4,7 @@ Loads are what nodes reported plus what this gateway assigned since, in blocks s
 is kv-prefix's and pure, so several gateways with the same view choose alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.hashing import BlockHash
@@ -46,8 +46,13 @@ class Placer:
         holders: Sequence[HolderMatch],
         decode_nodes: dict[NodeId, Load],
         prefill_nodes: dict[NodeId, Load],
+        coming: Mapping[NodeId, int] | None = None,
     ) -> NodeChoice:
         """Choose among the given nodes.
+
+        Args:
+            coming: by node, how many blocks behind those that it holds it is computing already. Prompts have their turn
+                one after the other, so to the next one they are as good as held.
 
         Raises:
             NoCandidateError: there is no decode node.
@@ -58,6 +63,9 @@ class Placer:
         decode = self.decode_policy.place(request, self._candidates(decode_nodes, overlap, decoding=True))
         prefill = None
         if prefill_nodes:
+            for node_id, blocks in (coming or {}).items():
+                device, host, disk, remote = overlap.get(node_id, NO_OVERLAP)
+                overlap[node_id] = (device, host + blocks, disk, remote)
             prefill = self.prefill_policy.place(request, self._candidates(prefill_nodes, overlap, decoding=False))
         return NodeChoice(decode, prefill)
 

@@ -18,6 +18,7 @@ from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.oversize import Oversize, oversize_rule
 from kv_services.gateway.placing import Placer
 from kv_services.gateway.tenancy import ApiKeys
+from kv_services.in_flight_watch import InFlightWatch
 from kv_services.messages import Load
 from kv_services.process import Base, keep, model_path
 from kv_services.sharded.errors import ClusterFullError, ShardRefusedError
@@ -76,6 +77,7 @@ def build(base: Base) -> list[ChildSpec]:
             model_id=config.model.id,
             weights_revision=info.weights_revision,
             events=base.events,
+            in_flight=InFlightWatch(base.cluster, base.clock),
             oversize=_oversize(config, info.geometry.num_layers),
         )
     )

@@ -13,17 +13,21 @@ from kv_bus.actor import Actor
 from kv_bus.interface import DEFERRED, Reply, Request
 from kv_consistency.update import OwnerEpoch
 from kv_core.block import BlockRef
+from kv_core.block_hashes import BlockHashes
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import token_digest
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.errors import PrefixError
 from kv_services.engine.interface import Model
 from kv_services.messages import (
+    ANNOUNCED_BLOCKS_MAX,
     HandoverAccepted,
     HandoverDone,
     LeasePrefix,
     NamespaceFields,
     PrefillDone,
+    PrefixComputed,
+    PrefixComputing,
     PrefixLeased,
     ReleaseLease,
     RunPrefill,
@@ -32,10 +36,14 @@ from kv_services.node.compute import BlockCopy, run_prefill
 from kv_services.node.context import NodeContext
 from kv_services.node.prefill_events import (
     AbortHandover,
+    AnnounceBlocks,
+    AwaitedEnded,
     CancelCompute,
     FinishHandover,
     HandoverEnded,
     HandoverStats,
+    NoteWaited,
+    NoteWaiting,
     OpenHandover,
     PrefillAsked,
     PrefillComputed,
@@ -48,14 +56,20 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
+    WithdrawBlocks,
 )
 from kv_services.node.prefill_state import PrefillMachine
-from kv_services.node.pull_cost import PullCost
+from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
 from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, ReadGrant, TransferPriority, WriteGrant
 
 ASK_HOLDER_NS: Final = 1_000_000_000
 """How long a holder may take to grant a lease: many times what it takes one that is alive."""
+
+ANNOUNCED_SLACK_NS: Final = 1_000_000_000
+"""An announcement ends after twice the expected time and this."""
+CATCH_UP_NS: Final = 500_000_000
+"""How long to wait for the claims of a computation that is over; the next digest brings lost ones within that time."""
 
 _log = logging.getLogger(__name__)
 _Key = tuple[RequestId, int]
@@ -130,6 +144,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._asked: dict[_Key, Request[RunPrefill]] = {}
         self._sending: dict[_Key, _Sending] = {}
         self._stops: dict[_Key, threading.Event] = {}
+        self._announced: set[_Key] = set()
 
     def listen(self) -> None:
         """Take requests from the bus."""
@@ -173,11 +188,42 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         if key in self._asked:
             self.complete(PrefillEndAsked(*key, cause="its gateway stopped waiting"))
 
+    def computation_over(self, owner: str, after: bytes) -> None:
+        """Another node's computation is over: whoever waits for it goes on when its claims are known here."""
+        if not self.machine.awaits(owner):
+            return
+        if after:
+            self.start_job(("awaited", owner), self._catch_up(owner, after), _as_event)
+        else:
+            self.complete(AwaitedEnded(owner))
+
+    async def _catch_up(self, owner: str, after: bytes) -> PrefillEvent:
+        try:
+            await self._ctx.replica.caught_up(after, self._ctx.clock.monotonic_ns() + CATCH_UP_NS)
+        except KVError as error:
+            _log.info("claims of a computation not seen owner=%s cause=%s", owner, error)
+        return AwaitedEnded(owner)
+
     def perform(self, effect: PrefillEffect) -> None:
         key: _Key
         match effect:
             case PrepareBlocks(refs):
                 self._ctx.prepare(refs)
+            case AnnounceBlocks():
+                self._announce(effect)
+            case WithdrawBlocks(request_id, epoch):
+                self._withdraw((request_id, epoch))
+            case NoteWaiting(request_id, epoch, wait):
+                _log.info(
+                    "request waits for what another computes request=%s owner=%s blocks=%d saves_ms=%.1f",
+                    request_id,
+                    wait.owner,
+                    wait.num_blocks,
+                    wait.saved_ns / 1e6,
+                )
+            case NoteWaited(request_id, epoch, outcome):
+                _log.info("request waited request=%s outcome=%s", request_id, outcome.value)
+                self._ctx.metrics.prefix_waits.labels(outcome.value).inc()
             case StartPull(request_id, epoch):
                 self.start_job(("pull", request_id, epoch), self._pull(effect), _as_event)
             case OpenHandover(request_id, epoch):
@@ -210,6 +256,27 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         """Wake the hand-over's job, which sees that it was aborted."""
         if not sending.finish.done():
             sending.finish.set_result(None)
+
+    def _announce(self, effect: AnnounceBlocks) -> None:
+        ready_ns = int(effect.num_tokens * self._cost.compute_ns_per_token)
+        left_ns = effect.deadline_ns - self._ctx.clock.monotonic_ns()
+        if ready_ns < FETCH_OVERHEAD_NS or left_ns <= ready_ns:
+            # Nobody would wait for what is computed more quickly than it is fetched.
+            return
+        key = (effect.request_id, effect.epoch)
+        names = BlockHashes.of(effect.block_hashes[:ANNOUNCED_BLOCKS_MAX]).packed
+        until_ns = min(2 * ready_ns + ANNOUNCED_SLACK_NS, left_ns)
+        self._announced.add(key)
+        self._ctx.bus.publish(PrefixComputing(_computation(key), names, ready_ns, until_ns))
+
+    def _withdraw(self, key: _Key) -> None:
+        if key in self._announced:
+            self._announced.discard(key)
+            # First the claims of what was computed, then the word that follows them.
+            self._ctx.flush_pool_events()
+            manager = self._ctx.replica.manager
+            after = manager.token_of_claims(manager.origin).to_bytes()
+            self._ctx.bus.publish(PrefixComputed(_computation(key), after))
 
     def _open(self, effect: OpenHandover) -> None:
         key = (effect.request_id, effect.epoch)
@@ -370,6 +437,10 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 compute_ns=effect.compute_ns,
             )
         )
+
+
+def _computation(key: _Key) -> str:
+    return f"{key[0]}/{key[1]}"
 
 
 def _as_event(outcome: PrefillEvent | KVError) -> PrefillEvent:

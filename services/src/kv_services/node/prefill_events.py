@@ -1,12 +1,14 @@
 """What a prefill node's machine hears (past tense) and what it wants done (imperative)."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from kv_core.block import BlockRef
 from kv_core.errors import KVError
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
+from kv_prefix.in_flight import Wait
 from kv_prefix.pool_types import CopyBlock
 
 
@@ -83,6 +85,13 @@ class PrefillPeerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedEnded:
+    """What another node computed is there and claimed, or will not come: it ended, failed, or its node died."""
+
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillDrainBegan:
     """Nothing new is taken, and what waits for its turn goes elsewhere; what is being worked on is finished."""
 
@@ -106,6 +115,7 @@ PrefillEvent = (
     | HandoverEnded
     | PrefillEndAsked
     | PrefillPeerDied
+    | AwaitedEnded
     | PrefillDrainBegan
     | PrefillDrainEnded
     | PrefillTimePassed
@@ -167,6 +177,51 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceBlocks:
+    """Tell the others that these blocks are being computed, `num_tokens` tokens in all."""
+
+    request_id: RequestId
+    epoch: int
+    block_hashes: tuple[BlockHash, ...]
+    num_tokens: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawBlocks:
+    """Tell the others that this computation is over; what came of it is findable."""
+
+    request_id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoteWaiting:
+    """A request waits for what another node computes."""
+
+    request_id: RequestId
+    epoch: int
+    wait: Wait
+
+
+class WaitOutcome(Enum):
+    """What a request found when its wait was over."""
+
+    FOUND = "found"
+    MISSING = "missing"
+    TIMED_OUT = "timed out"
+
+
+@dataclass(frozen=True, slots=True)
+class NoteWaited:
+    """It waits no more."""
+
+    request_id: RequestId
+    epoch: int
+    outcome: WaitOutcome
+
+
+@dataclass(frozen=True, slots=True)
 class CancelCompute:
     """Stop computing between layers; `PrefillComputed` still comes."""
 
@@ -218,6 +273,10 @@ class ReplyFailed:
 
 PrefillEffect = (
     PrepareBlocks
+    | AnnounceBlocks
+    | WithdrawBlocks
+    | NoteWaiting
+    | NoteWaited
     | StartPull
     | OpenHandover
     | StartPrefill

@@ -9,22 +9,20 @@ R2: blocks are given back only when no fetch, computation or hand-over can touch
 R3: each request is answered once: done, when every byte was verified at the decode node, or failed with the cause.
 R4: what was computed is findable by the next prompt as soon as it is complete, though its hand-over still runs.
 R5: an ended epoch stays ended.
+R6: a request waits for what another node computes at most once, holding nothing and delaying nobody, and no longer than
+    until that computation ends, its node dies, or the announced time is over.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
-from kv_core.block import BlockRef
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RequestId
-from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError
-from kv_prefix.pins import Receipt
-from kv_prefix.pool_types import CopyBlock
+from kv_prefix.in_flight import Wait
+from kv_prefix.pool_types import PoolMatch
 from kv_services.errors import (
     EpochFencedError,
     NodeDrainingError,
@@ -37,10 +35,14 @@ from kv_services.errors import (
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import (
     AbortHandover,
+    AnnounceBlocks,
+    AwaitedEnded,
     CancelCompute,
     FinishHandover,
     HandoverEnded,
     HandoverStats,
+    NoteWaited,
+    NoteWaiting,
     OpenHandover,
     PrefillAsked,
     PrefillComputed,
@@ -58,61 +60,16 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
+    WaitOutcome,
+    WithdrawBlocks,
 )
+from kv_services.node.prefill_job import JobState, PrefillJob
 
 PullPlanner = Callable[[Sequence[BlockHash], int], PullPlan | None]
 """Given the prompt's block hashes and how many of them are here: what to fetch, or None when computing is cheaper."""
 
-
-class JobState(Enum):
-    """Where a request stands on its prefill node."""
-
-    WAITING = "waiting"
-    PULLING = "fetching"
-    COMPUTING = "computing"
-    SENDING = "sending"
-
-
-@dataclass(slots=True)
-class PrefillJob:
-    """One request on a prefill node. `failed` is set once it can only end badly; memory may still be busy then."""
-
-    request_id: RequestId
-    epoch: int
-    gateway: NodeId
-    namespace: Namespace
-    tokens: tuple[int, ...]
-    decode_node: NodeId
-    first_block: int
-    deadline_ns: int
-    asked_ns: int
-    state: JobState = JobState.WAITING
-    table: Receipt | None = None
-    sending: Receipt | None = None
-    refs: list[BlockRef] = field(default_factory=list)
-    hashes: list[BlockHash] = field(default_factory=list)
-    plan: PullPlan | None = None
-    copy: CopyBlock | None = None
-    start: int = 0
-    committed: int = 0
-    local_tokens: int = 0
-    pulled_tokens: int = 0
-    bytes_pulled: int = 0
-    started_ns: int = 0
-    compute_ns: int = 0
-    pulling: bool = False
-    computing: bool = False
-    handover_open: bool = False
-    failed: KVError | None = None
-
-    @property
-    def num_needed(self) -> int:
-        """Tokens whose KV must exist: all but the last, which the decode node computes."""
-        return len(self.tokens) - 1
-
-    @property
-    def busy(self) -> bool:
-        return self.pulling or self.computing or self.handover_open
+WaitPlanner = Callable[[Sequence[BlockHash], int, int], Wait | None]
+"""Given the prompt's block hashes, how many of them are here or can be fetched, and the time: whether to wait."""
 
 
 class PrefillMachine:
@@ -125,6 +82,7 @@ class PrefillMachine:
         num_slots: slots of the pool.
         max_waiting: requests that may wait for their turn.
         plan_pull: pure; asks the cluster's index and a cost model.
+        plan_wait: pure; asks what other nodes compute just now. None: there are none.
     """
 
     def __init__(
@@ -136,6 +94,7 @@ class PrefillMachine:
         num_slots: int,
         max_waiting: int,
         plan_pull: PullPlanner,
+        plan_wait: WaitPlanner | None = None,
     ) -> None:
         self._node_id = node_id
         self._pool = pool
@@ -143,20 +102,25 @@ class PrefillMachine:
         self._num_slots = num_slots
         self._max_waiting = max_waiting
         self._plan_pull = plan_pull
+        self._plan_wait = plan_wait
+        # The time of the last event that had one: a wait is judged by it, so at most a tick late.
+        self._now_ns = 0
         self._fence = EpochFence()
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._closing: dict[tuple[RequestId, int], PrefillJob] = {}
         self._waiting: deque[PrefillJob] = deque()
+        self._awaiting: dict[RequestId, PrefillJob] = {}
         self._turn: PrefillJob | None = None
         self.draining = False
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests that hold nothing yet."""
+        return len(self._waiting) + len(self._awaiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._jobs) - len(self._waiting) + len(self._closing)
+        return len(self._jobs) - self.num_waiting + len(self._closing)
 
     @property
     def waiting_tokens(self) -> int:
@@ -168,15 +132,30 @@ class PrefillMachine:
         live = self._jobs.get(request_id)
         return live if live is not None and live.epoch == epoch else self._closing.get((request_id, epoch))
 
+    def awaits(self, owner: str) -> bool:
+        """Whether some request waits for what that owner computes."""
+        return any(job.wait is not None and job.wait.owner == owner for job in self._awaiting.values())
+
     def step(self, event: PrefillEvent) -> list[PrefillEffect]:
         now_ns = event.now_ns if isinstance(event, PrefillAsked | PrefillComputed | PrefillTimePassed) else None
-        return [*self._handle(event), *self._take_turn(now_ns)]
+        self._now_ns = max(self._now_ns, now_ns or 0)
+        effects = self._handle(event)
+        self._stop_waiting(lambda wait: self._now_ns >= wait.until_ns, gave_up=True)
+        while self._turn is None and self._waiting:
+            more = self._take_turn(now_ns)
+            if not more:
+                break
+            effects += more
+        return effects
 
     def check(self) -> None:
-        """Assert R1 and what ties jobs to the pool."""
+        """Assert R1, R6 and what ties jobs to the pool."""
         for job in self._jobs.values():
-            assert (job.state is JobState.WAITING) == (job.table is None), job
+            assert (job.state in (JobState.WAITING, JobState.AWAITING)) == (job.table is None), job
+            assert (job.state is JobState.AWAITING) == (job.request_id in self._awaiting), job
             assert job.failed is None, job
+        for job in self._awaiting.values():
+            assert job.wait is not None and self._now_ns < job.wait.until_ns, job
         for job in self._closing.values():
             assert job.busy and job.failed is not None, job
         turns = [job for job in (*self._jobs.values(), *self._closing.values()) if job.pulling or job.computing]
@@ -206,10 +185,14 @@ class PrefillMachine:
                     for job in hit
                     for effect in self._fail(job, PeerDiedError(request_id=job.request_id, peer=node_id, cause=cause))
                 ]
+            case AwaitedEnded(owner):
+                self._stop_waiting(lambda wait: wait.owner == owner, gave_up=False)
+                return []
             case PrefillDrainBegan():
                 self.draining = True
                 error = NodeDrainingError(node=self._node_id)
-                return [effect for job in list(self._waiting) for effect in self._fail(job, error)]
+                unbegun = [*self._waiting, *self._awaiting.values()]
+                return [effect for job in unbegun for effect in self._fail(job, error)]
             case PrefillDrainEnded():
                 self.draining = False
                 return []
@@ -255,18 +238,45 @@ class PrefillMachine:
             return LocalProtocolError(detail=f"{event.request_id}: no block {event.first_block} among {need}")
         if self.draining:
             return NodeDrainingError(node=self._node_id)
-        if len(self._waiting) >= self._max_waiting:
-            return NodeOverloadedError(node=self._node_id, waiting=len(self._waiting), limit=self._max_waiting)
+        if self.num_waiting >= self._max_waiting:
+            return NodeOverloadedError(node=self._node_id, waiting=self.num_waiting, limit=self._max_waiting)
         return None
 
     def _take_turn(self, now_ns: int | None) -> list[PrefillEffect]:
-        """Begin the next prompt when nobody fetches or computes and there is room for it."""
-        if self._turn is not None or not self._waiting:
-            return []
+        """Begin the next prompt, or let it wait for another node; nothing when there is no room for it."""
         job = self._waiting[0]
-        if not self._open(job):
+        if not job.hashes:
+            job.hashes = hash_tokens(job.namespace, job.tokens[: job.num_needed])
+        match = self._pool.match(job.namespace.digest, job.hashes, job.tokens)
+        job.plan = self._plan_pull(job.hashes, len(match.refs))
+        num_found = len(match.refs) + (job.plan.num_blocks if job.plan else 0)
+        if job.wait is None and self._plan_wait is not None:
+            wait = self._plan_wait(job.hashes, num_found, self._now_ns)
+            if wait is not None and wait.until_ns > self._now_ns:
+                self._waiting.popleft()
+                job.wait, job.state = wait, JobState.AWAITING
+                self._awaiting[job.request_id] = job
+                return [NoteWaiting(job.request_id, job.epoch, wait)]
+        if not self._open(job, match):
             return []
         self._waiting.popleft()
+        effects: list[PrefillEffect] = []
+        if job.wait is not None:
+            found = num_found >= job.wait.num_blocks
+            lost = WaitOutcome.TIMED_OUT if job.gave_up else WaitOutcome.MISSING
+            effects.append(NoteWaited(job.request_id, job.epoch, WaitOutcome.FOUND if found else lost))
+        return [*effects, *self._begin(job, now_ns)]
+
+    def _stop_waiting(self, which: Callable[[Wait], bool], *, gave_up: bool) -> None:
+        """Let requests whose wait is over be the next to have their turn, in the order in which they came."""
+        over = [job for job in self._awaiting.values() if job.wait is not None and which(job.wait)]
+        for job in reversed(over):
+            del self._awaiting[job.request_id]
+            job.state, job.gave_up = JobState.WAITING, gave_up
+            self._waiting.appendleft(job)
+
+    def _begin(self, job: PrefillJob, now_ns: int | None) -> list[PrefillEffect]:
+        """Fetch what is to be fetched, then compute the rest."""
         job.started_ns = job.asked_ns if now_ns is None else now_ns
         prepare = PrepareBlocks(tuple(job.refs[job.committed :]))
         if job.plan is not None:
@@ -278,14 +288,11 @@ class PrefillMachine:
             return [prepare, pull]
         return [prepare, *self._compute_or_send(job)]
 
-    def _open(self, job: PrefillJob) -> bool:
+    def _open(self, job: PrefillJob, match: PoolMatch) -> bool:
         """Open its table on what the pool has; False when there is no room."""
-        job.hashes = hash_tokens(job.namespace, job.tokens[: job.num_needed])
-        match = self._pool.match(job.namespace.digest, job.hashes, job.tokens)
         num_matched = len(match.refs)
         num_new = self._blocks_for(job.num_needed) - num_matched
-        plan = self._plan_pull(job.hashes, num_matched)
-        use_partial = plan is None and num_new > 0
+        use_partial = job.plan is None and num_new > 0
         try:
             opened = self._pool.open(job.request_id, match, num_new, use_partial=use_partial)
         except NoSpaceError:
@@ -296,7 +303,7 @@ class PrefillMachine:
             # A part-filled last block is still to be copied, or sealed under its new generation, and both are done
             # by computing in it: its last token is computed again.
             num_found -= 1
-        job.plan, job.start, job.committed = plan, num_found, num_matched
+        job.start, job.committed = num_found, num_matched
         job.local_tokens = num_found
         return True
 
@@ -328,20 +335,28 @@ class PrefillMachine:
         compute = StartPrefill(
             job.request_id, job.epoch, job.tokens, job.start, job.num_needed, tuple(job.refs), job.copy
         )
-        return [opened, compute]
+        coming = tuple(job.hashes[job.start // self._block_size :])
+        if not coming:
+            return [opened, compute]
+        num_tokens = job.num_needed - job.start
+        announce = AnnounceBlocks(job.request_id, job.epoch, coming, num_tokens, job.deadline_ns)
+        job.announced = True
+        return [opened, announce, compute]
 
     def _computed(self, event: PrefillComputed) -> list[PrefillEffect]:
         job = self._busy_job(event.request_id, event.epoch)
         job.computing, self._turn = False, None
         self._drop_copy(job)
+        # Whoever waits for these blocks is told last, when they can be found.
+        over = [WithdrawBlocks(job.request_id, job.epoch)] if job.announced else []
         if job.failed is not None:
-            return self._maybe_release(job)
+            return [*self._maybe_release(job), *over]
         if event.error is not None:
-            return self._fail(job, event.error)
+            return [*self._fail(job, event.error), *over]
         job.compute_ns = event.now_ns - job.started_ns
         job.state = JobState.SENDING
         self._commit(job, job.num_needed // self._block_size)
-        return [FinishHandover(job.request_id, job.epoch, job.num_needed)]
+        return [FinishHandover(job.request_id, job.epoch, job.num_needed), *over]
 
     def _handover_ended(self, event: HandoverEnded) -> list[PrefillEffect]:
         job = self._busy_job(event.request_id, event.epoch)
@@ -379,6 +394,7 @@ class PrefillMachine:
         effects: list[PrefillEffect] = [ReplyFailed(job.request_id, job.epoch, error)]
         if job.state is JobState.WAITING:
             self._waiting.remove(job)
+        self._awaiting.pop(job.request_id, None)
         if job.computing:
             effects.append(CancelCompute(job.request_id, job.epoch))
         if job.handover_open:

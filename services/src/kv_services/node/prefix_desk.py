@@ -23,6 +23,7 @@ from kv_core.hashing import hash_tokens
 from kv_core.namespace import Namespace
 from kv_prefix.errors import PinQuotaExceededError
 from kv_prefix.explain import Explainer
+from kv_prefix.in_flight import InFlight
 from kv_prefix.pins import Receipt
 from kv_services.config import ClusterConfig
 from kv_services.node.context import NodeContext
@@ -111,8 +112,9 @@ class PastRequests:
 class PrefixDesk:
     """The operators' requests about prefixes of one node. `actions` are for the side HTTP server."""
 
-    def __init__(self, ctx: NodeContext, weights_revision: str) -> None:
+    def __init__(self, ctx: NodeContext, weights_revision: str, in_flight: InFlight) -> None:
         self._ctx = ctx
+        self._in_flight = in_flight
         self._weights_revision = weights_revision
         self._pins: dict[str, _Pin] = {}
 
@@ -175,7 +177,8 @@ class PrefixDesk:
         ctx, config = self._ctx, self._ctx.config
         tenants = [OPEN_TENANT, *(tenant.id for tenant in config.tenants)]
         others = [self._namespace(tenant, None) for tenant in tenants if not config.tenants or tenant != OPEN_TENANT]
-        explainer = Explainer(ctx.pool, ctx.tiers.removals, ctx.index, [o for o in others if o != namespace])
+        others = [other for other in others if other != namespace]
+        explainer = Explainer(ctx.pool, ctx.tiers.removals, ctx.index, others, self._in_flight)
         rows = [
             {
                 "block": row.block_idx,

@@ -21,10 +21,13 @@ from kv_core.block import Layout
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
+from kv_prefix.in_flight import Wait
 from kv_services.config import Role
 from kv_services.engine.interface import Model
-from kv_services.engine.load import EngineSpec, open_model, shard_engine
+from kv_services.engine.load import STUB_GEOMETRY, EngineSpec, open_model, shard_engine
+from kv_services.engine.stub import StubCost
 from kv_services.engine.threads import set_blas_threads
+from kv_services.in_flight_watch import InFlightWatch
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
 from kv_services.messages import Ack, EndRequest, Load
@@ -117,14 +120,16 @@ class NodeWork:
             num_slots=num_slots,
             max_waiting=limits.node_queue,
             plan_pull=self._plan_pull,
+            plan_wait=self._plan_wait,
         )
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
+        self.in_flight = InFlightWatch(base.cluster, ctx.clock, self.prefill.computation_over)
         self.leases = LeaseDesk(ctx)
         self.shards = ShardDesk(ctx, shard_engine(model), base.events)
         self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.shards)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
-        self.prefixes = PrefixDesk(ctx, model.info.weights_revision)
+        self.prefixes = PrefixDesk(ctx, model.info.weights_revision, self.in_flight.table)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx).adopt)
         self._closed: asyncio.Event | None = None
 
@@ -223,6 +228,11 @@ class NodeWork:
         holders = self.ctx.index.lookup(hashes)
         return plan_pull(holders, usable, hashes, have_blocks, self.cost)
 
+    def _plan_wait(self, hashes: Sequence[BlockHash], num_found: int, now_ns: int) -> Wait | None:
+        block_ns = int(self.cost.compute_ns_per_token * self.ctx.block_size)
+        fetch_ns = int(self.cost.fetch_ns(len(hashes) - num_found))
+        return self.in_flight.ask(hashes, num_found, now_ns, block_ns=block_ns, fetch_ns=fetch_ns)
+
     def _tick(self) -> None:
         now_ns = self.ctx.clock.monotonic_ns()
         self.decode.complete(TimePassed(now_ns))
@@ -281,7 +291,9 @@ def build(base: Base) -> list[ChildSpec]:
     """
     config, node = base.config, base.node
     set_blas_threads(node.compute_threads)
-    model = open_model(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
+    settings = config.model
+    cost = StubCost(prefill_token_ns=settings.stub_token_us * 1_000 // STUB_GEOMETRY.num_layers)
+    model = open_model(EngineSpec(settings.engine, model_path(config), settings.max_context, stub_cost=cost))
     base.serves(config.model.id, model.info.weights_revision)
     geometry = model.info.geometry.block_geometry(config.model.dtype, config.model.block_size)
     arena = Arena.create(geometry, node.num_slots(geometry.block_nbytes), Layout(config.model.layout), name=node.id)

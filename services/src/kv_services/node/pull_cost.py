@@ -44,14 +44,17 @@ class PullCost:
         if nbytes > 0:
             self.fetch_ns_per_byte += _WEIGHT * (duration_ns / nbytes - self.fetch_ns_per_byte)
 
+    def fetch_ns(self, num_blocks: int) -> float:
+        """What fetching that many blocks is expected to take."""
+        return FETCH_OVERHEAD_NS + num_blocks * self.block_nbytes * self.fetch_ns_per_byte
+
     def worth_it(self, num_blocks: int) -> bool:
         """Whether fetching that many blocks is expected to be quicker than computing them."""
-        fetch_ns = FETCH_OVERHEAD_NS + num_blocks * self.block_nbytes * self.fetch_ns_per_byte
-        return fetch_ns < num_blocks * self.block_size * self.compute_ns_per_token
+        return self.fetch_ns(num_blocks) < num_blocks * self.block_size * self.compute_ns_per_token
 
     def explain(self, num_blocks: int) -> str:
         """The comparison in one sentence."""
-        fetch_ns = FETCH_OVERHEAD_NS + num_blocks * self.block_nbytes * self.fetch_ns_per_byte
+        fetch_ns = self.fetch_ns(num_blocks)
         compute_ns = num_blocks * self.block_size * self.compute_ns_per_token
         choice = "fetch" if self.worth_it(num_blocks) else "compute"
         return (
