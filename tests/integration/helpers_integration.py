@@ -228,7 +228,6 @@ async def running(
     operator_keys: Sequence[str] = (),
     tiers: TiersSection | None = None,
     tls_folder: str = "",
-    codec: str = "auto",
     routing: RoutingSection | None = None,
     model: ModelSection = MODEL,
 ) -> AsyncIterator[Fabric]:
@@ -245,7 +244,6 @@ async def running(
                 backend=backend,  # type: ignore[arg-type]  # checked by the launcher
                 allow_ucx=backend == "ucx",
                 tls_folder=tls_folder,
-                codec=codec,  # type: ignore[arg-type]
             ),
             tenants=tenants,
             tiers=tiers,
