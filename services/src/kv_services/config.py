@@ -109,6 +109,14 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     max_context: Annotated[
         int, Meta(ge=0, le=1 << 24, description="most tokens of prompt and answer together; 0: what the model allows")
     ] = 0
+    kv_fidelities: Annotated[
+        list[Literal["exact", "fp8_e4m3/1", "int8/1"]],
+        Meta(
+            min_length=1,
+            description="stored KV that a request may allow by kv_fidelity; the first is that of requests that say "
+            "nothing. KV moves lossily only for those that allow it, and is kept apart from exact KV",
+        ),
+    ] = msgspec.field(default_factory=lambda: ["exact"])
 
     @property
     def dtype(self) -> DType:
@@ -131,6 +139,13 @@ class TransportSection(_Section, frozen=True, kw_only=True):
         int, Meta(ge=4096, le=4 << 20, description="most bytes of one unit; a unit never crosses a layer border")
     ] = 1 << 20
     streams: Annotated[int, Meta(ge=1, le=16, description="TCP connections per peer")] = 2
+    codec: Annotated[
+        Literal["auto", "none", "lz4", "fp8_e4m3", "int8"],
+        Meta(
+            description="how KV is written over tcp, where the request's fidelity allows it; auto: what moves most "
+            "KV a second by measured rates"
+        ),
+    ] = "auto"
     tls_folder: Annotated[
         str, Meta(description="folder with ca.pem and, per node, ID.pem and ID.key: tcp is encrypted; empty: it is not")
     ] = ""

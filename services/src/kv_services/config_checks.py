@@ -35,8 +35,23 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
         yield "$.transport.allow_ucx", "expected false with tls_folder: ucx moves KV unencrypted"
     if transport.backend == "ucx" and not transport.allow_ucx:
         yield "$.transport.backend", "expected allow_ucx = true with ucx, which has no authentication of its own"
+    yield from _fidelity_faults(config)
     if 0 < config.model.max_context <= limits.max_prompt_tokens:
         yield "$.limits.max_prompt_tokens", f"expected less than model.max_context ({config.model.max_context})"
+
+
+def _fidelity_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    model, transport = config.model, config.transport
+    if "exact" not in model.kv_fidelities or len(set(model.kv_fidelities)) != len(model.kv_fidelities):
+        yield "$.model.kv_fidelities", "expected exact, and each other one once"
+    if len(model.kv_fidelities) > 1 and model.kv_dtype != "bf16":
+        yield "$.model.kv_fidelities", f"expected exact alone: lossy codecs are for bf16, kv_dtype is {model.kv_dtype}"
+    if transport.codec in ("auto", "none"):
+        return
+    if transport.backend in ("shm", "ucx"):
+        yield "$.transport.codec", f"expected auto or none: backend {transport.backend} moves bytes as they are"
+    if transport.codec != "lz4" and f"{transport.codec}/1" not in model.kv_fidelities:
+        yield "$.transport.codec", f"expected {transport.codec}/1 in model.kv_fidelities, or nothing may use it"
 
 
 def _node_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:

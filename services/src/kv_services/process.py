@@ -78,6 +78,7 @@ class Base:
     load: Callable[[], Load] = Load
     slots: Callable[[], SlotCounts | None] = lambda: None
     transports: Callable[[], dict[str, str]] = dict
+    codecs: Callable[[], dict[str, str]] = dict
     open_things: Callable[[], dict[str, int]] = dict
     tiers: Callable[[], dict[str, TierCounts]] = dict
     alerts: Callable[[], list[str]] = list
@@ -118,6 +119,7 @@ class Base:
             running=load.running,
             waiting=load.waiting,
             transports=self.transports(),
+            codecs=self.codecs(),
             members={
                 m.node_id: "refused" if m.node_id in self.cluster.refused else m.liveness.value
                 for m in self.cluster.view.members.values()

@@ -113,6 +113,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         running: requests being worked on.
         waiting: requests that wait for slots or a turn.
         transports: the transport in use to each peer that KV moved to or from, by the peer's id.
+        codecs: how KV was last written to each decode node, and why, in one sentence by its id.
         members: what it thinks of the others: `unseen`, `alive`, `suspect`, `dead` or `refused`, by their ids.
         wire: wire version and revision that this process speaks, as "1.0".
         wires: the same of the members it has heard, by their ids; they differ while a cluster is being upgraded.
@@ -139,6 +140,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     shards: list[ShardStatus] = []
     wire: str = ""
     wires: dict[str, str] = {}
+    codecs: dict[str, str] = {}
 
 
 def encode_status(report: StatusReport) -> bytes:

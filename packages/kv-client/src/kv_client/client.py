@@ -51,10 +51,11 @@ from kv_core.clock import Clock, SystemClock
 from kv_core.errors import KVError
 from kv_core.hashing import BlockHash, Tokens, hash_tokens, token_bytes, token_digest
 from kv_core.ids import Incarnation
-from kv_core.namespace import Namespace
+from kv_core.namespace import Fidelity, Namespace
 from kv_core.wire import Message, Registry
 from kv_transport import AgentMetadata, Arena, KVCacheTransferEngine, ReadGrant, TransferAgent
 from kv_transport.arena import StoredArray
+from kv_transport.codecs import accepted_under
 from kv_transport.errors import StaleIncarnation
 
 CLOSE_TIMEOUT_S: Final = 2.0
@@ -170,7 +171,7 @@ class Client:
         try:
             leased = await self._call(ask, PrefixLeased, deadline_ns)
             try:
-                blocks = self._fetch(leased, run, deadline_ns)
+                blocks = self._fetch(leased, run, namespace.fidelity, deadline_ns)
             except BaseException:
                 self._send_release(leased.lease_id)
                 raise
@@ -404,7 +405,7 @@ class Client:
         lives = (peer.incarnation for peer in self._bus.peers() if peer.address.node_id == holder)
         return next(lives, Incarnation(0))
 
-    def _fetch(self, leased: PrefixLeased, run: range, deadline_ns: int) -> PrefixBlocks:
+    def _fetch(self, leased: PrefixLeased, run: range, fidelity: Fidelity, deadline_ns: int) -> PrefixBlocks:
         grant = ReadGrant.from_bytes(leased.grant)
         holder, geometry = self.config.holder.node_id, self.config.geometry
         granted = (grant.node, grant.seq_start, grant.seq_end, grant.layer_start, grant.layer_end, grant.num_positions)
@@ -416,7 +417,7 @@ class Client:
             holder=holder,
             lease_id=leased.lease_id,
             lease_ns=leased.lease_ns,
-            future=self._transfers.fetch(grant, into),
+            future=self._transfers.fetch(grant, into, accept=accepted_under(fidelity)),
             arena=self._arena,
             run=run,
             deadline_ns=deadline_ns,

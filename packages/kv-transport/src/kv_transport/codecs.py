@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_core.block import BlockGeometry
+from kv_core.checksum import crc64
 from kv_core.dtypes import DType
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import kernels, limits
@@ -61,6 +62,11 @@ class Codec(Enum):
     def fidelity(self) -> Fidelity:
         """Under which blocks that came this way may be published."""
         return EXACT if self.lossless else Fidelity(self.value, 1)
+
+
+def accepted_under(fidelity: Fidelity) -> tuple[Codec, ...]:
+    """What may bring blocks that will be published under this fidelity: nothing lossy but its own codec."""
+    return (Codec.LZ4, *(codec for codec in Codec if not codec.lossless and codec.fidelity == fidelity))
 
 
 def require_form(codec: Codec, geometry: BlockGeometry) -> None:
@@ -133,6 +139,16 @@ def decode_cell(codec: Codec, geometry: BlockGeometry, data: memoryview | bytes,
                 _from_int8(codes[heads:], per_token, out[heads:])
         case Codec.NONE | Codec.LZ4 | Codec.FP8_CAST:
             raise CodecFailed(codec=codec.value, reason="it has no form for single cells")
+
+
+def decoded_checks(codec: Codec, geometry: BlockGeometry, data: memoryview) -> list[int]:
+    """CRC-64 of each cell that a receiver makes of these encoded ones, which lie one after the other."""
+    nbytes = encoded_cell_nbytes(codec, geometry)
+    cell, found = memoryview(bytearray(geometry.slot_layer_nbytes)), []
+    for at in range(0, len(data), nbytes):
+        decode_cell(codec, geometry, data[at : at + nbytes], cell)
+        found.append(crc64(cell))
+    return found
 
 
 def compress(unit: bytes | memoryview) -> bytes | None:

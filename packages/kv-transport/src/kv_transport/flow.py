@@ -58,6 +58,8 @@ class Flow:
         self.link: Link | None = None
         self.failures: dict[str, int] = {}
         self.last_failure: dict[str, KVError] = {}
+        self.lossy_checks: dict[tuple[int, int], int] = {}
+        """(layer, position) -> the CRC-64 of that cell as the peer has it, where a lossy codec took it there."""
         self._host = host
         self._loop = loop
         self._clock = clock
@@ -196,7 +198,7 @@ class Flow:
     def posted(self, unit_id: int) -> None:
         unit = self._units[unit_id]
         unit.begin()
-        unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio = Codec.NONE, unit.nbytes, None
+        unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio, unit.far_checks = Codec.NONE, unit.nbytes, None, ()
         self.step(ts.Flown(unit_id))
 
     def checksum_failures(self, unit_id: int) -> int:
@@ -267,9 +269,14 @@ class Flow:
         self._landed += 1
         self._nbytes += unit.nbytes
         self._transports[scheme] = self._transports.get(scheme, 0) + unit.nbytes
+        self._note_codec(unit)
+        self._layer_progress(unit)
+
+    def _note_codec(self, unit: Unit) -> None:
         codec = unit.sent_codec.value
         self._codecs[codec] = self._codecs.get(codec, 0) + 1
-        self._layer_progress(unit)
+        for position, check in enumerate(unit.far_checks, unit.start):
+            self.lossy_checks[unit.layer, position] = check
 
     def _layer_progress(self, unit: Unit) -> None:
         left = self._layers_left.get(unit.layer)
@@ -294,5 +301,6 @@ class Flow:
             if verified[unit.layer - self.ticket.layer_start] & span == span and self._machine.is_parked(unit_id):
                 found.add(unit_id)
                 self._nbytes += unit.nbytes
+                self._note_codec(unit)
                 self._layer_progress(unit)
         return frozenset(found)

@@ -67,6 +67,11 @@ class Handover:
         """Of what the receiver gets, so far."""
         return self._flow.fidelity
 
+    @property
+    def lossy_checks(self) -> dict[tuple[int, int], int]:
+        """(layer, position) -> the CRC-64 of that cell as the receiver has it, where a lossy codec took it there."""
+        return dict(self._flow.lossy_checks)
+
     def explain(self) -> str:
         """Which codec was chosen last, and why: a line for an operator."""
         return self._flow.policy.explain()

@@ -1,6 +1,6 @@
 """A unit on the side that posts it: which of our cells, which of the peer's, and how to know that they are right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ class Unit:
         notif: sent with the last byte (writes).
         codec: how its payload is to be written by a transport that encodes; `codec_required`: that, or an error.
         sent_codec, wire_nbytes, lz4_ratio: what became of the latest attempt.
+        far_checks: after a write through a lossy codec, the CRC-64 of each cell as the peer has it; else empty.
     """
 
     op: XferOp
@@ -51,6 +52,7 @@ class Unit:
     sent_codec: Codec = Codec.NONE
     wire_nbytes: int = 0
     lz4_ratio: float | None = None
+    far_checks: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from kv_core.clock import Clock
 from kv_core.errors import KVError, RetryableError, error_from_wire
 from kv_core.hashing import hash_packed, token_bytes
 from kv_core.ids import NodeId, RequestId
-from kv_core.namespace import Namespace
+from kv_core.namespace import Fidelity, Namespace
 from kv_core.wire import Message
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, Role
@@ -125,6 +125,7 @@ class GatewayContext:
             weights_revision=self.weights_revision,
             salt=request.kv.salt,
             dtype=self.config.model.dtype,
+            fidelity=Fidelity.parse(request.kv.fidelity),
             block_size=self.config.model.block_size,
         )
 

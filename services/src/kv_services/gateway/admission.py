@@ -51,7 +51,7 @@ class ServedModel:
         max_context: tokens of prompt and answer together.
         revision: of the weights; clients see it as `system_fingerprint`.
         created_s: since when it is served, seconds of the epoch.
-        fidelities: stored KV that a request may allow; `exact` is always one.
+        fidelities: stored KV that a request may allow; the first is that of a request that says nothing.
     """
 
     name: str
@@ -123,7 +123,7 @@ def admit(
     """
     _check_tokens(request, tokens, model)
     max_tokens = _answer_length(request, len(tokens), model, limits)
-    fidelity = request.kv_fidelity or "exact"
+    fidelity = request.kv_fidelity or model.fidelities[0]
     if fidelity not in model.fidelities:
         raise UnsupportedParameterError(param="kv_fidelity", detail=f"this model has {', '.join(model.fidelities)}")
     sampling = SamplingParams(

@@ -54,7 +54,7 @@ class KVOptions:
         salt: salt of the namespace, already folded under the tenant (`tenancy.fold_salt`), so that no client can
             name another tenant's; use it as it is.
         shared: no salt of the client's own is in it, so that the tenant's sharing rules apply.
-        fidelity: which stored KV may be read, one of the model's (`exact`, or a codec's name).
+        fidelity: which stored KV may be read and made, one of the model's: `exact`, or a codec and its version.
     """
 
     salt: str

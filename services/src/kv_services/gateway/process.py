@@ -88,6 +88,7 @@ def build(base: Base) -> list[ChildSpec]:
         info.max_context,
         info.weights_revision,
         created_s=base.clock.wall_ns() // 1_000_000_000,
+        fidelities=tuple(config.model.kv_fidelities),
     )
     limits = config.limits
 

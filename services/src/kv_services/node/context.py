@@ -1,6 +1,6 @@
 """What every role of one node shares: the bus, the arena and who may use it, the engine, the metadata, the counters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
+from kv_services.node.exact_blocks import ExactBlocks
 from kv_services.node.pull_cost import PullCost
 from kv_services.node.recoverer import Recoverer
 from kv_services.node.tiers import Tiers
@@ -59,6 +60,7 @@ class NodeContext:
     tiers: Tiers
     recovery: Recoverer
     past: PastPrompts
+    exact: ExactBlocks
     listeners: list[Callable[[Sequence[PoolEvent]], None]] = field(default_factory=list)
 
     @property
@@ -80,13 +82,19 @@ class NodeContext:
             if ref.generation > self.arena.generation(ref.slot):
                 self.arena.raise_generation(ref.slot, ref.generation)
 
-    def entry_checksum(self, slots: Sequence[int]) -> int:
+    def entry_checksum(self, slots: Sequence[int], changed: Mapping[tuple[int, int], int] | None = None) -> int:
         """XXH3 over the CRC-64 of every (block, layer), blocks in order; each CRC as 8 bytes, little-endian.
 
         A registered entry's is taken over its full blocks, a hand-over's over everything that was handed over.
+
+        Args:
+            changed: (layer, index in `slots`) -> the CRC-64 of that cell where a lossy codec brought it to.
         """
         # checks is [layer][slot]; an entry is read block by block.
-        return xxh3_64(self.arena.checks[:, list(slots)].T.tobytes())
+        checks = self.arena.checks[:, list(slots)]
+        for place, check in (changed or {}).items():
+            checks[place] = check
+        return xxh3_64(checks.T.tobytes())
 
     def flush_pool_events(self) -> None:
         """Publish what happened in the pool since the last call."""

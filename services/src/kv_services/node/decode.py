@@ -49,6 +49,7 @@ from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.outbox import TokenOutbox
 from kv_services.replica.service import origin_epoch
 from kv_transport import Inbound, TransferStats
+from kv_transport.codecs import accepted_under
 
 _log = logging.getLogger(__name__)
 _Key = tuple[RequestId, int]
@@ -215,7 +216,11 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         assert seq is not None, effect
         size = self._ctx.block_size
         grant = self._ctx.transfers.grant_writes(
-            request_id, effect.refs, seq_start=effect.first_block * size, seq_end=len(seq.tokens) - 1
+            request_id,
+            effect.refs,
+            seq_start=effect.first_block * size,
+            seq_end=len(seq.tokens) - 1,
+            accept=accepted_under(seq.namespace.fidelity),
         )
         left_ms = max(1, (seq.deadline_ns - self._ctx.clock.monotonic_ns()) // 1_000_000)
         inbound = self._ctx.transfers.expect(request_id, grant, timeout_ms=left_ms)
@@ -291,6 +296,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 error = failure
             del self._stops[key]
             if error is None:
+                self._ctx.exact.note(effect.slots[-(-effect.start // self._ctx.block_size) :])
                 self._ctx.metrics.tokens.labels("prefill").inc(effect.stop - effect.start)
             return Computed(*key, error=error)
 

@@ -17,7 +17,9 @@ from kv_core.block_hashes import BlockHashes
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import token_digest
 from kv_core.ids import NodeId, RequestId
+from kv_core.namespace import Fidelity
 from kv_prefix.errors import PrefixError
+from kv_prefix.pool_types import CopyBlock
 from kv_services.engine.interface import Model
 from kv_services.messages import (
     ANNOUNCED_BLOCKS_MAX,
@@ -61,7 +63,9 @@ from kv_services.node.prefill_events import (
 from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
 from kv_services.replica.service import origin_epoch
-from kv_transport import Handover, ReadGrant, TransferPriority, WriteGrant
+from kv_transport import Handover, ReadGrant, TransferPriority, TransferStats, WriteGrant
+from kv_transport.codecs import Codec, accepted_under
+from kv_transport.limits import PEERS_MAX
 
 ASK_HOLDER_NS: Final = 1_000_000_000
 """How long a holder may take to grant a lease: many times what it takes one that is alive."""
@@ -145,6 +149,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._sending: dict[_Key, _Sending] = {}
         self._stops: dict[_Key, threading.Event] = {}
         self._announced: set[_Key] = set()
+        self._codecs: dict[str, str] = {}
 
     def listen(self) -> None:
         """Take requests from the bus."""
@@ -294,14 +299,16 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         result: HandoverStats | KVError
         try:
             await self._ctx.introductions.ensure(effect.decode_node, sending.deadline_ns)
-            handover = self._ctx.transfers.open_handover(key[0], grant, TransferPriority.HIGH)
+            fidelity = self._fidelity_of(key, effect)
+            handover = self._ctx.transfers.open_handover(key[0], grant, TransferPriority.HIGH, fidelity=fidelity)
             sending.begin(handover, self._ctx.num_layers)
             await sending.finish
             if sending.aborted is not None:
                 raise sending.aborted
             left_ns = sending.deadline_ns - self._ctx.clock.monotonic_ns()
             stats = await handover.finish(max(1, left_ns // 1_000_000))
-            await self._confirm(key, effect, sending)
+            self._note_codec(effect.decode_node, handover, stats)
+            await self._confirm(key, effect, sending, handover)
             result = HandoverStats(stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns)
         except KVError as error:
             result = error
@@ -322,12 +329,33 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 stop.set()
         return HandoverEnded(*key, result=result)
 
-    async def _confirm(self, key: _Key, effect: OpenHandover, sending: _Sending) -> None:
+    def codec_choices(self) -> dict[str, str]:
+        """How KV was last written to each decode node, and why."""
+        return dict(self._codecs)
+
+    def _note_codec(self, decode_node: NodeId, handover: Handover, stats: TransferStats) -> None:
+        why = handover.explain()
+        before, self._codecs[decode_node] = self._codecs.pop(decode_node, ""), why
+        if len(self._codecs) > PEERS_MAX:
+            del self._codecs[next(iter(self._codecs))]
+        if before.split(maxsplit=1)[:1] != why.split(maxsplit=1)[:1]:
+            _log.info("KV is written otherwise decode=%s units=%s why=%s", decode_node, stats.codecs, why)
+
+    def _fidelity_of(self, key: _Key, effect: OpenHandover) -> Fidelity:
+        """Of what is handed over: exact unless some of it was here before and is not known to be."""
+        job, size = self.machine.job(*key), self._ctx.block_size
+        assert job is not None, key
+        before = [ref.slot for ref in effect.refs[effect.first_block : effect.ready_blocks]]
+        if job.start < job.num_needed:
+            before += _begun(job.start, size, effect.refs, job.copy)
+        return self._ctx.exact.fidelity(job.namespace.fidelity, before)
+
+    async def _confirm(self, key: _Key, effect: OpenHandover, sending: _Sending, handover: Handover) -> None:
         """Have the decode node compare the checksum over all block CRCs with ours (C4)."""
         job = self.machine.job(*key)
         assert job is not None, key
         slots = [ref.slot for ref in sending.refs]
-        checksum = self._ctx.entry_checksum(slots[sending.first_block :])
+        checksum = self._ctx.entry_checksum(slots[sending.first_block :], handover.lossy_checks)
         replica = self._ctx.replica
         entry = self._ctx.entry_checksum(slots[: job.num_needed // self._ctx.block_size])
         replica.register_length(key[0], sending.owner, job.num_needed, entry, job.namespace)
@@ -342,6 +370,9 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         slots = tuple(ref.slot for ref in effect.refs)
         sink = _PrefillSink(self._ctx, self._sending[key], slots)
         copy = BlockCopy(effect.copy.src, effect.copy.dst, effect.copy.num_tokens) if effect.copy else None
+        size, exact = self._ctx.block_size, self._ctx.exact
+        whole = exact.all_exact(_begun(effect.start, size, effect.refs, effect.copy))
+        computed = slots[effect.start // size if whole else -(-effect.start // size) :]
 
         def call() -> None:
             run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, slots, sink, stop, copy)
@@ -356,6 +387,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             del self._stops[key]
             now_ns = self._ctx.clock.monotonic_ns()
             if error is None:
+                exact.note(computed)
                 self._cost.computed(effect.stop - effect.start, now_ns - began_ns)
             return PrefillComputed(now_ns, *key, error=error)
 
@@ -383,7 +415,8 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             )
             leased = await ctx.bus.request(plan.holder, ask, expect=PrefixLeased, deadline_ns=asked_until_ns)
             try:
-                nbytes = await self._read(ReadGrant.from_bytes(leased.grant), effect.refs)
+                accept = accepted_under(effect.namespace.fidelity)
+                nbytes = await self._read(ReadGrant.from_bytes(leased.grant), effect.refs, accept)
             finally:
                 ctx.bus.send(plan.holder, ReleaseLease(leased.lease_id))
         except KVError as error:
@@ -395,8 +428,8 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         ctx.recovery.ended(plan.holder, key[0], None, reading=True)
         return Pulled(*key, nbytes=nbytes)
 
-    async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef]) -> int:
-        future = self._ctx.transfers.fetch(grant, refs, TransferPriority.HIGH)
+    async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef], accept: Sequence[Codec]) -> int:
+        future = self._ctx.transfers.fetch(grant, refs, TransferPriority.HIGH, accept=accept)
         try:
             stats = await future.wait(self._ctx.config.limits.lease_ms)
         except KVError:
@@ -437,6 +470,13 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 compute_ns=effect.compute_ns,
             )
         )
+
+
+def _begun(start: int, block_size: int, refs: Sequence[BlockRef], copy: CopyBlock | None) -> list[int]:
+    """The slot of the block that is continued at `start`: it, or what it is copied from; none at a border."""
+    if not start % block_size:
+        return []
+    return [copy.src.slot if copy is not None else refs[start // block_size].slot]
 
 
 def _computation(key: _Key) -> str:

@@ -38,6 +38,7 @@ from kv_services.node.decode import DecodeActor
 from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
 from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.event_telling import event_children
+from kv_services.node.exact_blocks import ExactBlocks
 from kv_services.node.introductions import Introducer
 from kv_services.node.operations import Operations
 from kv_services.node.prefill import PrefillActor
@@ -311,6 +312,7 @@ def build(base: Base) -> list[ChildSpec]:
             allow_ucx=transport.allow_ucx,
             window_size=transport.window_size,
             unit_bytes=transport.unit_bytes,
+            codec=transport.codec,
             tls=tls_files(transport.tls_folder, node.id),
         ),
         base.clock,
@@ -350,11 +352,13 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
         metrics=base.metrics,
         cost=cost,
         past=PastRequests(),
+        exact=ExactBlocks(arena),
         tiers=Tiers(pool, base.replica, base.clock, arena.num_slots, cost),
         recovery=recovery,
     )
     agent.on_recovery = recovery.inside
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
+    base.codecs = work.prefill.codec_choices
     base.tiers, base.moving, base.shards = ctx.tiers.counts, work.operations.moving, work.shards.status
     return work

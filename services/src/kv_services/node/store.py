@@ -12,6 +12,7 @@ from kv_bus.interface import Reply, Request
 from kv_client.messages import LeaseRenewed, RenewLease
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
+from kv_core.namespace import EXACT, Fidelity
 from kv_prefix.errors import LeaseExpiredError
 from kv_prefix.pins import Receipt
 from kv_services.messages import LeasePrefix, PrefixLeased, ReleaseLease
@@ -75,16 +76,17 @@ class LeaseDesk:
         await ctx.introductions.ensure(request.sender, request.deadline_ns)
         limit_ns = ctx.config.limits.lease_ms * 1_000_000
         lease_ns = min(message.lease_ns, limit_ns)
-        name = BlockHash(message.sequence, message.check)
+        name, namespace = BlockHash(message.sequence, message.check), message.namespace.namespace()
         await ctx.tiers.promote_named(name, request.deadline_ns)
         lease_id, grant = self.grant(
             request.sender,
-            message.namespace.namespace().digest,
+            namespace.digest,
             name,
             message.token_digest,
             first_block=message.first_block,
             num_blocks=message.num_blocks,
             lease_ns=lease_ns,
+            published=namespace.fidelity,
         )
         return PrefixLeased(lease_id, grant, lease_ns)
 
@@ -98,9 +100,14 @@ class LeaseDesk:
         first_block: int,
         num_blocks: int,
         lease_ns: int,
+        published: Fidelity = EXACT,
     ) -> tuple[int, bytes]:
         """Let `reader` read the blocks `[first_block, num_blocks)` of the prefix that ends in `name`: the lease's
         number, and the grant for the reader's transfers.
+
+        Args:
+            published: fidelity of the namespace. A reader that accepts no lossy codec need not know it: it gets the
+                bytes as they are, under the name they have.
 
         Raises:
             PrefixError: the prefix is not here, or has other tokens (L1).
@@ -122,6 +129,7 @@ class LeaseDesk:
             seq_start=first_block * size,
             seq_end=num_blocks * size,
             lease_ms=max(1, lease_ns // 1_000_000),
+            fidelity=ctx.exact.fidelity(published, [ref.slot for ref in lease.refs]),
         )
         self._leases[lease_id] = _Lease(reader, lease.receipt, grant.ticket)
         return lease_id, grant.to_bytes()

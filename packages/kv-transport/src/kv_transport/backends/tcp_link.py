@@ -7,7 +7,7 @@ from kv_core.errors import KVError, LocalProtocolError
 from kv_transport.backends.base import Link, LinkOwner, Surroundings
 from kv_transport.backends.stream import Sink, Stream
 from kv_transport.backends.wire_form import Arrival, Place, WireForm, write_form
-from kv_transport.codecs import Codec, wire_codec
+from kv_transport.codecs import Codec, decoded_checks, wire_codec
 from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, FrameRefused
 from kv_transport.frames import Acked, Data, Frame, Read, Refused, Write, decode_from_owner, encode
 from kv_transport.tickets import AgentMetadata
@@ -120,6 +120,9 @@ class TcpLink(Link):
                 raise
             form = write_form(Codec.NONE, _place(unit, Codec.NONE), checks, rates, me)
         unit.sent_codec, unit.wire_nbytes = form.codec, form.nbytes
+        geometry = unit.geometry()
+        if not form.codec.lossless and geometry is not None:
+            unit.far_checks = decoded_checks(form.codec, geometry, form.parts[0])
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = form.nbytes / unit.nbytes
         return form
