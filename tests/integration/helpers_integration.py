@@ -20,6 +20,7 @@ from kv_services.config import (
     ClusterConfig,
     LimitsSection,
     ModelSection,
+    ReplicationSection,
     RoutingSection,
     TenantConfig,
     TiersSection,
@@ -228,7 +229,9 @@ async def running(
     operator_keys: Sequence[str] = (),
     tiers: TiersSection | None = None,
     tls_folder: str = "",
+    codec: str = "auto",
     routing: RoutingSection | None = None,
+    replication: ReplicationSection | None = None,
     model: ModelSection = MODEL,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
@@ -244,6 +247,7 @@ async def running(
                 backend=backend,  # type: ignore[arg-type]  # checked by the launcher
                 allow_ucx=backend == "ucx",
                 tls_folder=tls_folder,
+                codec=codec,  # type: ignore[arg-type]
             ),
             tenants=tenants,
             tiers=tiers,
@@ -251,6 +255,7 @@ async def running(
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))
         config = msgspec.structs.replace(config, cluster=cluster_section, routing=routing or config.routing)
+        config = msgspec.structs.replace(config, replication=replication or config.replication)
         cluster = LocalCluster(config)
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=0)
