@@ -3,7 +3,9 @@
 By layer where that fits, by tokens where layers are too coarse; both happen in this cluster by size alone.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import codecs
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -21,7 +23,7 @@ from kv_services.engine.tokenizer import BpeTokenizer
 from kv_services.engine.weights import open_weights
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from tests.engine.helpers_engine import TinyLlama, arena
-from tests.integration.helpers_integration import DEADLINE_S, Fabric, Json
+from tests.integration.helpers_integration import DEADLINE_S, Fabric, Json, events, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -49,7 +51,11 @@ class Oracle:
         return got
 
     def text(self, tokens: Sequence[int], count: int) -> str:
-        return self.tokenizer.decode(self.generation(tokens, count).ids)
+        return self.said(self.generation(tokens, count).ids)
+
+    def said(self, ids: Sequence[int]) -> str:
+        """As a gateway shows tokens: an incomplete character at the end is left out."""
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(map(self.tokenizer.token_bytes, ids)))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +115,168 @@ async def test_what_no_node_holds_is_answered_as_one_process_would(fabric: Fabri
     status, got = await ask(fabric, tokens, 12, logprobs=0)
     assert status == 200, (got, fabric.last_lines())
     choice, want = got["choices"][0], oracle.generation(tokens, 12)
-    assert choice["text"] == oracle.tokenizer.decode(want.ids)
+    assert choice["text"] == oracle.said(want.ids)
     assert got["usage"]["completion_tokens"] == 12
     told = choice["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(told, np.array([token.logprob for token in want.tokens], float), atol=1e-3)
     reports = await fabric.settle()
     assert all(report.slots is None or report.slots.pinned == 0 for report in reports)
     assert await held(fabric) == {}
+
+
+async def calls(fabric: Fabric) -> float:
+    """Calls on pieces so far, at all nodes."""
+    return sum([await fabric.metric(name, "kv_shard_calls_total") for name in fabric.kv_nodes])
+
+
+@dataclass
+class Streamed:
+    """What a client saw of a streamed answer."""
+
+    text: str = ""
+    finish: str = ""
+    error: Json = None
+
+
+async def stream(
+    fabric: Fabric, tokens: Sequence[int], count: int, on_text: Callable[[str], Awaitable[None]]
+) -> Streamed:
+    """One streamed request; `on_text` hears of the text so far after each piece of it."""
+    body = {"model": "tiny", "prompt": list(tokens), "max_tokens": count, "temperature": 0, "stream": True}
+    seen = Streamed()
+    async with fabric.session.post(f"{fabric.cluster.url('gateway')}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for message in events(response):
+            seen.error = message.get("error") or seen.error
+            for choice in message.get("choices", ()):
+                seen.finish = choice["finish_reason"] or seen.finish
+                seen.text += choice["text"]
+                if choice["text"]:
+                    await on_text(seen.text)
+    return seen
+
+
+async def back_again(fabric: Fabric, name: str) -> None:
+    """Restart a node and wait until everybody works with it."""
+    await fabric.cluster.restart(name)
+    names = {node.id for node in fabric.config.nodes}
+    for one in sorted(names):
+        await fabric.all_alive(one, names - {one})
+    await fabric.settle()
+
+
+async def find_piece(fabric: Fabric, *, coordinator: bool) -> str:
+    """A node that holds a piece and coordinates, or does not."""
+    found: list[str] = []
+
+    async def held_somewhere() -> bool:
+        for name in fabric.kv_nodes:
+            found.extend(
+                name for shard in (await fabric.status(name)).shards if (shard.coordinator == name) is coordinator
+            )
+        return bool(found)
+
+    await until(held_somewhere)
+    return found[0]
+
+
+@pytest.mark.parametrize("coordinator", [False, True])
+async def test_a_stream_goes_on_with_the_right_tokens_when_a_holder_or_the_coordinator_is_killed(
+    fabric: Fabric, oracle: Oracle, coordinator: bool
+) -> None:
+    tokens, count = prompt(31 + coordinator, BY_LAYER - 40), 120
+    killed: list[str] = []
+
+    async def on_text(text: str) -> None:
+        if not killed and len(text) > 5:
+            killed.append(await find_piece(fabric, coordinator=coordinator))
+            await fabric.cluster.kill(killed[0])
+
+    seen = await asyncio.wait_for(stream(fabric, tokens, count, on_text), DEADLINE_S)
+    assert killed and not seen.error, (seen.error, fabric.last_lines())
+    assert seen.finish == "length"
+    assert seen.text == oracle.text(tokens, count)
+    alive = [node.id for node in fabric.config.nodes if node.id != killed[0]]
+    await fabric.settle(alive)
+    if not coordinator:
+        noted = [event for name in alive for event in (await fabric.status(name)).events if event.kind == "shard_lost"]
+        assert any(killed[0] in event.link and event.cause for event in noted)
+    assert any(event.kind == "another_attempt" for event in (await fabric.status("gateway")).events)
+    await back_again(fabric, killed[0])
+
+
+async def test_when_the_nodes_left_cannot_hold_it_the_client_is_told_so_and_nothing_stays(
+    fabric: Fabric, oracle: Oracle
+) -> None:
+    tokens, killed, began = prompt(51, BY_TOKENS), list[str](), 0.0
+    loop = asyncio.get_running_loop()
+
+    async def on_text(text: str) -> None:
+        nonlocal began
+        if not killed and len(text) > 5:
+            killed.append(await find_piece(fabric, coordinator=False))
+            began = loop.time()
+            await fabric.cluster.kill(killed[0])
+
+    seen = await asyncio.wait_for(stream(fabric, tokens, 70, on_text), DEADLINE_S)
+    assert killed and seen.error, seen
+    assert loop.time() - began < 60.0  # the request's own limit
+    assert seen.error["code"] in ("overloaded", "node_error", "service_unavailable"), seen.error
+    assert oracle.text(tokens, 70).startswith(seen.text.rstrip("\ufffd"))
+    await fabric.settle([node.id for node in fabric.config.nodes if node.id != killed[0]])
+    await back_again(fabric, killed[0])
+
+
+async def test_a_client_that_leaves_frees_every_piece(fabric: Fabric) -> None:
+    for length in (BY_LAYER, BY_TOKENS):
+        body = {"model": "tiny", "prompt": prompt(61, length), "max_tokens": 60, "temperature": 0, "stream": True}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{fabric.cluster.url('gateway')}/v1/completions", json=body) as response:
+                await find_piece(fabric, coordinator=True)
+                assert len(await held(fabric)) >= 3
+                response.close()
+        await fabric.settle()
+        assert await held(fabric) == {}
+
+
+async def test_pieces_cover_the_sequence_once_and_are_shown_while_it_runs(fabric: Fabric) -> None:
+    shown: dict[int, dict[str, tuple[str, str]]] = {}
+    for length in (BY_LAYER, BY_TOKENS):
+
+        async def on_text(text: str, length: int = length) -> None:
+            if length not in shown:
+                shown[length] = await held(fabric)
+
+        await stream(fabric, prompt(71, length), 40, on_text)
+    assert sorted(layers for layers, _ in shown[BY_LAYER].values()) == ["0-1", "1-2", "2-3"]
+    assert {tokens for _, tokens in shown[BY_LAYER].values()} == {f"0-{BY_LAYER + 39}"}
+    assert {layers for layers, _ in shown[BY_TOKENS].values()} == {"0-3"}
+    ends = sorted((int(a), int(b)) for a, b in (t.split("-") for _, t in shown[BY_TOKENS].values()))
+    assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
+    assert ends[-1][1] == BY_TOKENS + 39
+    await fabric.settle()
+    assert await calls(fabric) > 0
+
+
+async def test_what_all_nodes_together_cannot_hold_is_refused_at_once_and_small_requests_go_to_one_node(
+    fabric: Fabric, oracle: Oracle
+) -> None:
+    before = await calls(fabric)
+    status, got = await ask(fabric, prompt(81, 400), 20)
+    assert (status, got["error"]["code"]) == (400, "context_length_exceeded"), got
+    status, got = await ask(fabric, prompt(82, 40), 10)
+    assert status == 200 and got["choices"][0]["text"] == oracle.text(prompt(82, 40), 10)
+    await fabric.settle()
+    assert await calls(fabric) == before
+
+
+async def test_many_at_once_are_right_or_told_that_the_cluster_is_full(fabric: Fabric, oracle: Oracle) -> None:
+    prompts = [prompt(90 + i, length) for i, length in enumerate((100, 60, 30, 20, 90, 45))]
+    answers = await asyncio.gather(*(ask(fabric, one, 8) for one in prompts))
+    for one, (status, got) in zip(prompts, answers, strict=True):
+        if status == 200:
+            assert got["choices"][0]["text"] == oracle.text(one, 8), len(one)
+        else:
+            assert (status, got["error"]["code"]) == (429, "overloaded"), got
+    assert any(status == 200 for status, _ in answers)
+    await fabric.settle()

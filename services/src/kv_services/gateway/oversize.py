@@ -76,7 +76,9 @@ class Oversize:
         if whole:
             return ()
         empty = {node: load.slots_total for node, load in nodes.known.items()}
-        plan_pieces(request_id, self.mode, size, empty, self.groups)
+        if all(empty.values()):
+            plan_pieces(request_id, self.mode, size, empty, self.groups)
+        # Else one of them has begun just now and has not said yet what it has.
         raise ClusterFullError(request_id=request_id, need=blocks, nodes=len(room), free=sum(room.values()))
 
     def roomy(
