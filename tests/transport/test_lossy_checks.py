@@ -1,4 +1,4 @@
-"""After a lossy hand-over both sides can still compare checksums: the sender knows what the receiver's must be."""
+"""What a lossy hand-over leaves to be compared, and where a codec cannot be had at all."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kv_core.ids import RequestId
+from kv_transport import TransportConfig
 from kv_transport.codecs import Codec
+from kv_transport.errors import CodecFailed, InvalidDescriptor
 from tests.transport.helpers_transport import SMALL, pair
 
 REQUEST = RequestId("request-1")
@@ -34,3 +36,18 @@ async def test_the_sender_knows_the_checksums_of_what_its_codec_made(codec: Code
             expected[place] = check
         assert np.array_equal(receiver.arena.checks[:, [ref.slot for ref in target]], expected)
         assert receiver.sealed_and_right(target)
+
+
+async def test_where_nothing_encodes_a_codec_is_refused_naming_both(tmp_path: Path) -> None:
+    async with pair("shm", tmp_path) as (sender, receiver):
+        grant = receiver.engine.grant_writes(REQUEST, receiver.blocks(2), seq_start=0, seq_end=16, accept=list(Codec))
+        with pytest.raises(CodecFailed, match="fp8_e4m3: transport shm moves bytes as they are"):
+            sender.engine.open_handover(REQUEST, grant, codec=Codec.FP8_E4M3)
+        lease = sender.engine.lease_reads(REQUEST, sender.filled(2, 1), seq_start=0, seq_end=16, lease_ms=60_000)
+        with pytest.raises(CodecFailed, match="int8: transport shm moves bytes as they are"):
+            receiver.engine.fetch(lease, receiver.blocks(2), codec=Codec.INT8, accept=list(Codec))
+        sender.engine.release_lease(lease.ticket)
+        assert sender.agent.inventory().of("transfer") == receiver.agent.inventory().of("transfer") == ()
+    for transport in ("shm", "ucx", "memory"):
+        with pytest.raises(InvalidDescriptor, match=f"'lz4' is invalid: {transport} moves bytes as they are"):
+            TransportConfig(transport=transport, codec="lz4")  # type: ignore[arg-type]

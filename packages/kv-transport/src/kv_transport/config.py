@@ -45,7 +45,7 @@ class TransportConfig:
         resume_grace_ms: how long a receiver waits for a live writer to come back by another link.
         fence_timeout_ms: how long a fence may take before the slots go to quarantine.
         quarantine_slots_max: per peer; at the cap it is offered tcp only.
-        codec: how KV is written over a network, where the peer accepts it; `auto` leaves it to measured rates.
+        codec: how KV is written over tcp, where the peer accepts it; `auto` leaves it to measured rates.
     """
 
     transport: TransportName = "auto"
@@ -81,10 +81,17 @@ class TransportConfig:
                 raise InvalidDescriptor(what=name, value=value, reason="1 ms to 1 hour")
         if self.codec not in get_args(CodecName):
             raise InvalidDescriptor(what="codec", value=self.codec, reason=f"one of {', '.join(get_args(CodecName))}")
+        if self.codec not in ("auto", "none") and not self.encodes:
+            raise InvalidDescriptor(what="codec", value=self.codec, reason=f"{self.transport} moves bytes as they are")
         if self.silence_timeout_ms < 2 * self.heartbeat_ms:
             raise InvalidDescriptor(
                 what="silence_timeout_ms", value=self.silence_timeout_ms, reason="at least two heartbeats"
             )
+
+    @property
+    def encodes(self) -> bool:
+        """Whether there is a transport that writes anything but raw bytes."""
+        return self.transport == "tcp" or (self.transport == "auto" and self.tcp_host is not None)
 
     def ns(self, name: str) -> int:
         """A `..._ms` setting in nanoseconds."""

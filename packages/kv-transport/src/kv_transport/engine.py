@@ -20,7 +20,14 @@ from kv_transport.agent import TransferAgent
 from kv_transport.arena import Arena
 from kv_transport.codec_choice import CodecPolicy
 from kv_transport.codecs import Codec
-from kv_transport.errors import AgentClosed, GeometryMismatch, GrantRefused, InvalidDescriptor, StaleIncarnation
+from kv_transport.errors import (
+    AgentClosed,
+    CodecFailed,
+    GeometryMismatch,
+    GrantRefused,
+    InvalidDescriptor,
+    StaleIncarnation,
+)
 from kv_transport.flow import Flow
 from kv_transport.futures import TransferFuture
 from kv_transport.handover import Handover, check_forms, local_arena, require_fit, ticket_units
@@ -128,11 +135,12 @@ class KVCacheTransferEngine:
         """Start sending under a grant; connects and announces itself at once. Feed it with `Handover.submit`.
 
         Args:
-            codec: take this one where the transport encodes at all; None leaves it to configuration and figures.
+            codec: take this one wherever the transport in use encodes; None leaves it to configuration and figures.
             fidelity: of the blocks; what is not exact is never made lossy again.
 
         Raises:
             GeometryMismatch: none of our arenas holds such blocks, or the receiver does not accept the codec.
+            CodecFailed: a codec is asked for, and no transport that we have encodes.
             UnknownPeer, StaleIncarnation: the receiver was not introduced, or has restarted since.
             GrantRefused: the grant is for another request.
         """
@@ -259,10 +267,11 @@ class KVCacheTransferEngine:
 
         Args:
             accept: codecs that may be used besides raw bytes; `TransferFuture.fidelity` says what it came to.
-            codec: take this one where the transport encodes at all; None leaves it to configuration and figures.
+            codec: take this one wherever the transport in use encodes; None leaves it to configuration and figures.
 
         Raises:
             InvalidDescriptor, StaleGeneration, GeometryMismatch: these blocks cannot take it.
+            CodecFailed: a codec is asked for, and no transport that we have encodes.
             UnknownPeer, StaleIncarnation: the holder was not introduced, or has restarted since.
         """
         self._require_open()
@@ -376,7 +385,10 @@ class KVCacheTransferEngine:
         return self._policy(both, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
 
     def _policy(self, accepted: Sequence[str], codec: Codec | None, fidelity: Fidelity) -> CodecPolicy:
-        """Raises `GeometryMismatch` when the codec asked for is not accepted."""
+        """Raises `GeometryMismatch` when the codec asked for is not accepted, `CodecFailed` when nothing writes it."""
+        if codec not in (None, Codec.NONE) and not self.agent.config.encodes:
+            reason = f"transport {self.agent.config.transport} moves bytes as they are"
+            raise CodecFailed(codec=codec.value, reason=reason)
         codecs = [one for one in Codec if one.value in accepted]
         wanted = codec if codec is not None else self.agent.wanted_codec(codecs)
         policy = CodecPolicy(
