@@ -9,7 +9,7 @@ B1: what was handed out is closed under "depends on" and under each origin's ord
 most once. B3: parked updates stay within `parked_max` and `bytes_max`. B4: an origin that is frozen hands out nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -87,6 +87,15 @@ class CausalBuffer:
     def origins(self) -> list[Origin]:
         """Every origin of which anything is known, in order."""
         return sorted(self._applied.keys() | self._heads.keys() | self._pending.keys())
+
+    def lags(self) -> Iterator[tuple[Origin, int]]:
+        """Each origin, and how many of its updates are known to exist and were not handed out."""
+        heads = self._heads
+        for origin, n in self._applied.items():
+            yield origin, max(0, heads.get(origin, 0) - n)
+        for origin, head in heads.items():
+            if origin not in self._applied:
+                yield origin, head
 
     def issue(self, origin: Origin, n: int) -> None:
         """Our own next update was applied."""

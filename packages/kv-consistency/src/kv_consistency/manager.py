@@ -397,12 +397,8 @@ class KvCacheConsistencyManager:
 
     def lag(self) -> dict[Origin, int]:
         """Replication lag in versions: for each living origin, its updates known to exist and not applied here."""
-        state = self._replica.state
-        return {
-            origin: state.buffer.head(origin) - state.buffer.applied(origin)
-            for origin in state.buffer.origins()
-            if not state.lives.is_over(origin)
-        }
+        is_over = self._replica.state.lives.is_over
+        return {origin: lag for origin, lag in self._replica.state.buffer.lags() if not is_over(origin)}
 
     def lag_of(self, peer: NodeId) -> int | None:
         """Updates of ours that a peer had not applied when it last said so; None before it did."""

@@ -64,10 +64,11 @@ Seen = Annotated[tuple[Reach, ...], msgspec.Meta(max_length=2 * limits.MAX_ORIGI
 class VersionVector:
     """For each origin the number of its updates that are covered; an origin that is not named has none. Immutable."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_order", "_seen")
 
     def __init__(self, seen: Mapping[Origin, int] | None = None) -> None:
         self._seen: dict[Origin, int] = {origin: n for origin, n in (seen or {}).items() if n > 0}
+        self._order: tuple[Origin, ...] | None = None
 
     @classmethod
     def of(cls, dots: Iterable[Dot | Reach]) -> "VersionVector":
@@ -82,7 +83,9 @@ class VersionVector:
         return self._seen.get(origin, 0)
 
     def __iter__(self) -> Iterator[Origin]:
-        return iter(sorted(self._seen))
+        if self._order is None:
+            self._order = tuple(sorted(self._seen))
+        return iter(self._order)
 
     def __len__(self) -> int:
         return len(self._seen)

@@ -176,10 +176,10 @@ class ReplicaService:
             self._hear(Tick(self._now()))
             self._drain()  # what stamping the bus's envelopes found wrong with clocks
             self._measure()
-            more = True
+            more = self._index.sweep()
             while more and not self._closed.is_set():
-                more = self._index.sweep()
                 await asyncio.sleep(0)  # others have their turn between two slices
+                more = self._index.sweep()
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._closed.wait()
