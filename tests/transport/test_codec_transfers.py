@@ -128,7 +128,7 @@ async def test_plain_transfers_may_go_by_lz4(tmp_path: Path) -> None:
 
 
 async def test_shared_memory_moves_bytes_as_they_are_whatever_is_accepted(tmp_path: Path) -> None:
-    async with pair("shm", tmp_path) as (sender, receiver):
+    async with pair("auto", tmp_path) as (sender, receiver):
         source, target = fill(sender, 2, seed=4), receiver.blocks(2)
         grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=16, accept=LOSSY)
         inbound = receiver.engine.expect(REQUEST, grant)
