@@ -32,10 +32,10 @@ async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damag
         disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")),
         remote=RemoteTierSection(size="64 MiB", url=f"file://{tmp_path}/shared"),
     )
-    async with running(slots=48, tiers=tiers) as fabric:
+    async with running(slots=80, tiers=tiers) as fabric:
         first = prompt(1, LENGTH)
         assert (await fabric.ask(first, COUNT)).is_right(first, COUNT)
-        # Four prompts of 20 blocks each cannot stay in 48 slots.
+        # Four prompts of 20 blocks each cannot stay in 80 slots.
         for seed in range(2, 6):
             other = prompt(seed, LENGTH)
             assert (await fabric.ask(other, COUNT)).is_right(other, COUNT)

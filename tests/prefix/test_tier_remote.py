@@ -17,7 +17,7 @@ from kv_prefix.tiers.blocks import PlacedBlock
 from kv_prefix.tiers.catalog import TierCatalog
 from kv_prefix.tiers.disk import DiskShape
 from kv_prefix.tiers.errors import TierConfigError, TierIOError
-from kv_prefix.tiers.remote import RemoteStore
+from kv_prefix.tiers.remote import RemoteStore, Sibling
 from tests.prefix.helpers_tiers import BLOCK_SIZE, SHAPE, chain, content, cut, prompt, with_bytes
 
 pytest.importorskip("obstore")
@@ -57,8 +57,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         url, endpoint, files = f"s3://bucket/{tmp_path.name}", server, bucket / tmp_path.name / "node-1"
 
-    def opened(num_blocks: int = 64, shape: DiskShape = SHAPE) -> tuple[RemoteStore, list[PlacedBlock]]:
-        return RemoteStore.open(url, "node-1", shape, num_blocks * ROOM, endpoint)
+    def opened(
+        num_blocks: int = 64, shape: DiskShape = SHAPE, folder: str = "node-1", abandoned_after_s: float = 600
+    ) -> tuple[RemoteStore, list[PlacedBlock]]:
+        return RemoteStore.open(url, folder, shape, num_blocks * ROOM, endpoint, abandoned_after_s)
 
     return opened, files
 
@@ -118,14 +120,14 @@ def test_a_full_tier_replaces_and_keeps_to_its_size(place: tuple[Open, Path]) ->
     assert by_place(held) == placed
     assert read_back(store, held) == [content(item.block.sequence) for item in held]
     store.close()
-    assert sum(file.stat().st_size for file in place[1].iterdir() if file.name != "header") <= 6 * ROOM
+    assert sum(file.stat().st_size for file in place[1].iterdir() if file.name not in ("header", "alive")) <= 6 * ROOM
 
 
 def test_bytes_without_a_record_are_swept_and_another_shape_begins_anew(place: tuple[Open, Path]) -> None:
     placed = fill(place[0], range(1))
     # As a process that was killed between the two leaves it; the server keeps a list of its own, so ask it.
     store, _ = place[0]()
-    store._delete(f"{placed[0].place:08x}.meta")
+    store._delete(f"node-1/{placed[0].place:08x}.meta")
     store.close()
     store, held = place[0]()
     assert by_place(held) == placed[1:]
@@ -133,8 +135,55 @@ def test_bytes_without_a_record_are_swept_and_another_shape_begins_anew(place: t
     store.close()
     other = DiskShape(SHAPE.layer_nbytes, SHAPE.num_layers, BLOCK_SIZE, "another dtype")
     store, held = place[0](64, other)
-    assert held == [] and {file.name for file in place[1].iterdir()} == {"header"}
+    assert held == [] and {file.name for file in place[1].iterdir()} == {"header", "alive"}
     store.close()
+
+
+def test_what_a_node_left_is_read_under_places_of_another_and_stays_while_it_may_come_back(
+    place: tuple[Open, Path],
+) -> None:
+    placed = fill(place[0], range(2))
+    other, held = place[0](folder="node-2")
+    assert held == [] and other.siblings() == [Sibling("node-1", abandoned=False)]
+    records = by_place(other.records_of("node-1"))
+    assert records == placed
+    ours = [PlacedBlock(40 + i, item.block) for i, item in enumerate(records)]
+    other.bind("node-1", [(mine.place, item.place) for mine, item in zip(ours, records, strict=True)])
+    assert other.used_bytes() == len(placed) * SHAPE.block_nbytes
+    assert read_back(other, ours) == [content(item.block.sequence) for item in placed]
+    # A place of its own takes over from one that was bound; what was behind it stays, and so does what is discarded.
+    other.write(with_bytes([PlacedBlock(40, chain(prompt(9, 1))[0])]))
+    other.forget([41])
+    other.discard("node-1", [item.place for item in placed])
+    assert read_back(other, ours[:3]) == [None, None, content(placed[2].block.sequence)]
+    other.release("node-1")
+    assert read_back(other, ours[2:]) == [None] * (len(ours) - 2)
+    other.close()
+    store, held = place[0]()
+    assert by_place(held) == placed and None not in read_back(store, held)
+    store.close()
+
+
+def test_what_a_node_left_is_deleted_only_after_it_was_silent_for_long(place: tuple[Open, Path]) -> None:
+    placed = fill(place[0], range(2))
+    other, _ = place[0](folder="node-2", abandoned_after_s=0.5)
+    while not other.siblings()[0].abandoned:  # the store's clock goes on
+        time.sleep(0.2)
+        other.say_alive()
+    other.bind("node-1", [(40, placed[0].place)])
+    other.forget([40])
+    assert by_place(other.records_of("node-1")) == placed[1:]
+    other.discard("node-1", [item.place for item in placed[1:]])
+    assert other.siblings() == [] and other.records_of("node-1") == []
+    other.close()
+
+
+def test_blocks_of_another_shape_are_nobody_s_to_take(place: tuple[Open, Path]) -> None:
+    fill(place[0], range(1))
+    another = DiskShape(SHAPE.layer_nbytes, SHAPE.num_layers, BLOCK_SIZE, "another dtype")
+    other, _ = place[0](shape=another, folder="node-2")
+    assert other.siblings() == []
+    other.close()
 
 
 def test_a_store_that_does_not_answer_is_an_error_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

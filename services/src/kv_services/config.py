@@ -243,6 +243,12 @@ class RemoteTierSection(_Section, frozen=True, kw_only=True):
     ]
     size: Annotated[Bytes, Meta(description="most bytes of one node")]
     endpoint: Annotated[str, Meta(description="URL of an S3-compatible store that is not Amazon's")] = ""
+    abandoned_after_s: Annotated[
+        float,
+        Meta(
+            ge=1, description="what a node left is read by others once it is gone; after so many seconds, also deleted"
+        ),
+    ] = 600.0
 
 
 class TiersSection(_Section, frozen=True, kw_only=True):

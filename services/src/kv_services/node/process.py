@@ -318,7 +318,7 @@ def build(base: Base) -> list[ChildSpec]:
         base.clock,
     )
     work = assemble(base, model, arena, agent, ComputeThread(node.node_id))
-    open_tiers(work.ctx, model.info.weights_revision)
+    open_tiers(work.ctx, model.info.weights_revision, base.cluster)
     nbytes = arena.num_slots * geometry.block_nbytes
     _log.info("arena node=%s slots=%d bytes=%d layout=%s", node.id, arena.num_slots, nbytes, config.model.layout)
     return [

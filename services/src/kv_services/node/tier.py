@@ -170,6 +170,16 @@ class NodeTier:
         self._run(self._readers, read, ended)
         return Loading(placed, done)
 
+    def adopt(
+        self, blocks: Sequence[TierBlock], bind: Callable[[Sequence[PlacedBlock]], None]
+    ) -> tuple[PlacedBlock, ...]:
+        """Take up blocks that the medium holds already, as far as there is room; `bind` hears where, before they can be
+        loaded."""
+        placed = self.catalog.adopt(blocks)
+        bind(placed)
+        self.announce()
+        return placed
+
     def gave_up(self, num_blocks: int, waited_ns: int) -> None:
         """A load did not come back in time."""
         self._count("timeout")

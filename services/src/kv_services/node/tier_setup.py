@@ -5,14 +5,19 @@ from pathlib import Path
 from typing import Final
 
 from kv_consistency.update import scope_id
+from kv_core.ids import NodeId
 from kv_prefix.events import Tier
-from kv_prefix.tiers.blocks import TierBlock
+from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.disk import DiskShape, DiskStore
 from kv_prefix.tiers.remote import RemoteStore, require_library
 from kv_prefix.tiers.spill import SpillQueue
-from kv_services.config import ClusterConfig, parse_bytes
+from kv_prefix.tiers.store import TierStore
+from kv_services.config import ClusterConfig, RemoteTierSection, Role, parse_bytes
+from kv_services.membership.actor import ClusterView
+from kv_services.membership.state import Liveness
 from kv_services.node.context import NodeContext
+from kv_services.node.orphans import Orphans, Peers
 from kv_services.node.tier import NodeTier, Opened
 from kv_services.purge_file import PurgeFile
 from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
@@ -26,9 +31,18 @@ REMOTE_NS_PER_BYTE: Final = 20.0
 """Assumed of an object store before the first load: 50 MB/s."""
 REMOTE_OVERHEAD_NS: Final = 50_000_000.0
 
+OpenDisk = Callable[[Path, DiskShape, int], tuple[TierStore, list[PlacedBlock]]]
+"""Opens a folder for blocks of that shape, of so many bytes; gives the medium and what it holds, oldest first."""
 
-def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
+
+def open_tiers(
+    ctx: NodeContext, weights_revision: str, cluster: ClusterView, open_disk: OpenDisk = DiskStore.open
+) -> None:
     """Open what is configured.
+
+    Args:
+        cluster: says who is gone, whose objects are taken over.
+        open_disk: makes the medium of the disk tier.
 
     Raises:
         TierError: a tier cannot be used: its folder is in use, holds no block, or cannot be written.
@@ -41,7 +55,7 @@ def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
     if disk is not None:
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
         folder = Path(disk.path) if disk.path else config.state_path / "tiers"
-        opened = Opened.of(*DiskStore.open(folder / ctx.node.id, shape, parse_bytes(disk.size)))
+        opened = Opened.of(*open_disk(folder / ctx.node.id, shape, parse_bytes(disk.size)))
         cost = TierCost("disk", shape.block_nbytes, DISK_NS_PER_BYTE, DISK_OVERHEAD_NS)
         ctx.tiers.add(_node_tier(ctx, Tier.DISK, opened, cost))
 
@@ -49,13 +63,42 @@ def open_tiers(ctx: NodeContext, weights_revision: str) -> None:
     if remote is not None:
         require_library()
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
-        cost = TierCost("remote", shape.block_nbytes, REMOTE_NS_PER_BYTE, REMOTE_OVERHEAD_NS)
-        ctx.tiers.open_later(
-            lambda: Opened.of(
-                *RemoteStore.open(remote.url, ctx.node.id, shape, parse_bytes(remote.size), remote.endpoint)
-            ),
-            lambda opened: _node_tier(ctx, Tier.REMOTE, opened, cost),
+        _open_remote(ctx, remote, shape, cluster)
+
+
+def _open_remote(ctx: NodeContext, remote: RemoteTierSection, shape: DiskShape, cluster: ClusterView) -> None:
+    cost = TierCost("remote", shape.block_nbytes, REMOTE_NS_PER_BYTE, REMOTE_OVERHEAD_NS)
+    stores: list[RemoteStore] = []
+
+    def open_store() -> Opened:
+        settings = parse_bytes(remote.size), remote.endpoint, remote.abandoned_after_s
+        store, held = RemoteStore.open(remote.url, ctx.node.id, shape, *settings)
+        stores[:] = [store]
+        return Opened.of(store, held)
+
+    def make_tier(opened: Opened) -> NodeTier:
+        tier = _node_tier(ctx, Tier.REMOTE, opened, cost)
+        ctx.tiers.orphans = Orphans(
+            *(ctx.node_id, stores[0], tier, _peers(cluster), ctx.clock, ctx.tiers.may_serve),
+            abandoned_after_s=remote.abandoned_after_s,
         )
+        return tier
+
+    ctx.tiers.open_later(open_store, make_tier)
+
+
+def _peers(cluster: ClusterView) -> Peers:
+    members = cluster.view.members
+
+    def liveness(node_id: NodeId) -> Liveness | None:
+        member = members.get(node_id)
+        return None if member is None else member.liveness
+
+    return Peers(
+        living=lambda: cluster.alive(Role.PREFILL, Role.DECODE, Role.STORE),
+        liveness=liveness,
+        gone=lambda: frozenset(node_id for node_id, member in members.items() if member.liveness is Liveness.DEAD),
+    )
 
 
 def _shape(ctx: NodeContext) -> DiskShape:

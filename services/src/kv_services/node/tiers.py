@@ -27,6 +27,7 @@ from kv_prefix.explain import RemovalLog
 from kv_prefix.pool_types import PoolMatch
 from kv_prefix.tiers.blocks import TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
+from kv_services.node.orphans import Orphans
 from kv_services.node.pull_cost import PullCost
 from kv_services.node.tier import CLOSE_TIMEOUT_S, NodeTier, Opened
 from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
@@ -101,6 +102,8 @@ class Tiers:
         self._kept: tuple[RaiseCount, ...] = ()
         self._keeping: asyncio.Future[None] | None = None
         self.tiers: list[NodeTier] = []
+        self.orphans: Orphans | None = None
+        """Who takes over what others left in the remote tier, once that is open."""
 
     def attach(
         self,
@@ -138,6 +141,10 @@ class Tiers:
         """Where purges outlive the process; they must, where blocks do."""
         self._purge_file = file
         self._kept = self._replica.manager.raises()
+
+    def may_serve(self, block: TierBlock) -> bool:
+        """Whether a block that somebody stored may be handed out: its weights and tenant are there, no purge came."""
+        return self._keep(block) and self._is_current(block)
 
     def observe(self, events: Sequence[PoolEvent]) -> None:
         """The pool stored or removed blocks."""
@@ -181,6 +188,8 @@ class Tiers:
                 self._purge(namespace.digest, epoch)
         self._keep_purges()
         self._open_those_due()
+        if self.orphans is not None:
+            self.orphans.tick()
         for tier in self.tiers:
             tier.pump()
 
@@ -308,6 +317,8 @@ class Tiers:
         opening = [later.opening for later in self._later if later.opening is not None]
         if opening:
             await asyncio.wait(opening, timeout=CLOSE_TIMEOUT_S)
+        if self.orphans is not None:
+            await self.orphans.close()
         for tier in self.tiers:
             await tier.close()
 

@@ -115,6 +115,18 @@ class TierCatalog:
             self._events.append(TierStored(tuple(kept)))
         return tuple(forget)
 
+    def adopt(self, blocks: Sequence[TierBlock]) -> tuple[PlacedBlock, ...]:
+        """Take up blocks that the medium holds already, in free places: those that are not here, as far as there is
+        room. Nothing is evicted for them."""
+        placed: list[PlacedBlock] = []
+        for block in blocks:
+            if block.sequence not in self._by_name and self._free and self._num_places - len(self._free) < self._limit:
+                placed.append(PlacedBlock(self._free.pop(), block))
+                self._enter(placed[-1].place, block)
+        if placed:
+            self._events.append(TierStored(tuple(item.block for item in placed)))
+        return tuple(placed)
+
     def get(self, block_hash: BlockHash) -> TierBlock | None:
         """The stored block of that name."""
         place = self._by_name.get(block_hash.sequence)
