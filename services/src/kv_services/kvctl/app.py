@@ -242,9 +242,10 @@ def sim(
     nodes: Annotated[int, typer.Option(min=3, max=32, help="Nodes of the simulated cluster.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="A kind of fault, such as 'crash'; may be repeated.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes to run in; 0: one for each core.")] = 0,
+    record: Annotated[Path | None, typer.Option(help="Add a line of JSON for each seed to this file.")] = None,
     json: Json = False,
 ) -> int:
     """Run a whole cluster under seeded faults in virtual time, and check it all along."""
     from kv_services.kvctl.sim import default_jobs, run
 
-    return run(seed, seeds, seconds, nodes, tuple(only or ()), json, jobs or default_jobs())
+    return run(seed, seeds, seconds, nodes, tuple(only or ()), json, jobs or default_jobs(), record)

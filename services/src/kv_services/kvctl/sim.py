@@ -1,11 +1,16 @@
 """`kvctl sim`: run seeds of the simulator, in several processes, and say which failed and how to repeat it."""
 
+import gc
+import json
 import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import Final
 
 from rich.progress import Progress
 
@@ -15,24 +20,43 @@ from kv_services.sim.chaos import KINDS
 from kv_services.sim.world import SimResult, simulate
 
 Outcome = SimResult | str
+GC_THRESHOLD: Final = 50_000
+"""New objects between two looks of the garbage collector, in a process that does nothing but run seeds."""
 
 
 def run(
-    first_seed: int, num_seeds: int, seconds: float, num_nodes: int, kinds: tuple[str, ...], as_json: bool, jobs: int
+    first_seed: int,
+    num_seeds: int,
+    seconds: float,
+    num_nodes: int,
+    kinds: tuple[str, ...],
+    as_json: bool,
+    jobs: int,
+    record: Path | None = None,
 ) -> int:
-    """Run seeds `first_seed ..` with these kinds of faults (none named: all); 1 if one failed, 2 for unknown kinds."""
+    """Run seeds `first_seed ..` with these kinds of faults (none named: all); 1 if one failed, 2 for unknown kinds.
+
+    Args:
+        record: a file to which a line of JSON is added for each seed, as soon as it and those before it have ended.
+    """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         console().print(f"no kind of fault is called {unknown[0]!r}; there are: {', '.join(KINDS)}", markup=False)
         return 2
     failures: list[str] = []
     results: list[SimResult] = []
-    with Progress(console=console(), disable=as_json) as progress:
+    seeds = range(first_seed, first_seed + num_seeds)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(console=console(), disable=as_json))
+        lines = None if record is None else stack.enter_context(record.open("a", buffering=1))
         task = progress.add_task("seeds", total=num_seeds)
-        for outcome in _outcomes(range(first_seed, first_seed + num_seeds), seconds, num_nodes, kinds or KINDS, jobs):
+        for seed, outcome in zip(seeds, _outcomes(seeds, seconds, num_nodes, kinds or KINDS, jobs), strict=True):
+            if lines is not None:
+                lines.write(_line(seed, outcome))
             if isinstance(outcome, str):
                 failures.append(outcome)
-                progress.console.print(outcome, style="red", markup=False)
+                if not as_json:
+                    progress.console.print(outcome, style="red", markup=False)
             else:
                 results.append(outcome)
             progress.advance(task)
@@ -64,8 +88,21 @@ def _outcomes(seeds: range, seconds: float, num_nodes: int, kinds: tuple[str, ..
         for seed in seeds:
             yield _one(seed, seconds, num_nodes, kinds)
         return
-    with ProcessPoolExecutor(max_workers=jobs) as pool:
+    with ProcessPoolExecutor(max_workers=jobs, initializer=_spare_gc) as pool:
         yield from pool.map(partial(_one, seconds=seconds, num_nodes=num_nodes, kinds=kinds), seeds)
+
+
+def _line(seed: int, outcome: Outcome) -> str:
+    if isinstance(outcome, str):
+        return json.dumps({"seed": seed, "ok": False, "error": outcome}) + "\n"
+    return json.dumps({**asdict(outcome), "ok": True}) + "\n"
+
+
+def _spare_gc() -> None:
+    """What was imported stays, and a run makes few cycles: looking at everything so often costs a twentieth of it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def _one(seed: int, seconds: float, num_nodes: int, kinds: tuple[str, ...]) -> Outcome:
