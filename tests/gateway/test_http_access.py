@@ -21,6 +21,8 @@ class Settings:
     api_keys: list[str]
     salt: str = ""
     max_requests: int = 0
+    retain_quota: int = 0
+    retain_ttl_max_s: int = 3_600
 
 
 def keys() -> ApiKeys:

@@ -19,6 +19,8 @@ class Settings:
     api_keys: list[str]
     salt: str = ""
     max_requests: int = 0
+    retain_quota: int = 0
+    retain_ttl_max_s: int = 3_600
 
 
 KEYS = ApiKeys([Settings(TenantId("a"), ["x" * 16, KEY_A]), Settings(TenantId("b"), [KEY_B], "pepper")], [KEY_OPS])

@@ -297,6 +297,16 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
     pin_quota: Annotated[
         int, Meta(ge=0, le=1 << 28, description="blocks that may be pinned for it on one node by kvctl prefix pin")
     ] = 0
+    kv_quota: Annotated[
+        Bytes | None,
+        Meta(description='bytes of KV it may have in memory of one node, as "4 GiB"; without it as much as fits'),
+    ] = None
+    retain_quota: Annotated[
+        int, Meta(ge=0, le=1 << 28, description="blocks its requests may ask to be kept on one node (kv_retention)")
+    ] = 0
+    retain_ttl_max_s: Annotated[
+        int, Meta(ge=1, le=31_536_000, description="longest time for which its requests may ask that")
+    ] = 3_600
     shares_with: Annotated[
         list[Name], Meta(description="tenants whose prefixes this one may read; they see nothing of its own")
     ] = []

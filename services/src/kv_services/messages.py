@@ -79,6 +79,13 @@ class LifeIsOver(Message, frozen=True, tag="life_is_over"):
     incarnation: Count
 
 
+class Retention(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """For how long a request's prompt is kept before others once it is over; the lowest priority goes first."""
+
+    priority: Annotated[int, Meta(ge=0, le=100)]
+    ttl_ns: Annotated[int, Meta(ge=1, le=limits.MAX_INT64)]
+
+
 class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
     """Gateway to decode node: hold slots for these tokens and decode when their KV is there.
 
@@ -95,6 +102,7 @@ class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
     deadline_ns: Count
     compute_locally: bool = False
     after: bytes = b""
+    retention: Retention | None = None
 
 
 class DecodeReserved(Message, frozen=True, tag="decode_reserved"):
@@ -120,6 +128,7 @@ class RunPrefill(Message, frozen=True, tag="run_prefill"):
     grant: bytes
     deadline_ns: Count
     after: bytes = b""
+    retention: Retention | None = None
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):

@@ -57,6 +57,10 @@ class Metrics:
             ["outcome"],
             registry=reg,
         )
+        self.retained = Gauge("kv_retained_blocks", "Blocks that requests asked to be kept for a while", registry=reg)
+        self.tenant_blocks = Gauge(
+            "kv_tenant_blocks", "Blocks in memory of each tenant, used or cached", ["tenant"], registry=reg
+        )
         self.transfer_seconds = Histogram(
             "kv_transfer_seconds", "Duration of transfers", ["transport"], buckets=_SECONDS, registry=reg
         )

@@ -297,6 +297,10 @@ class BlockPool(PoolHolds):
             retained=self._retention.num_retained,
         )
 
+    def account(self, namespace: bytes) -> int:
+        """The number of the account that a namespace is charged to; 0: none."""
+        return self._quotas.number(namespace) if self._quotas is not None else 0
+
     def accounts(self) -> dict[str, AccountStats]:
         """What each tenant with an account holds; empty without accounts."""
         return self._quotas.stats() if self._quotas is not None else {}
@@ -316,7 +320,7 @@ class BlockPool(PoolHolds):
         source = self._resolve((partial.ref,), findable=True) if partial else []
         # A part-filled block that nobody holds is continued where it lies: its tokens stay, and no copy is needed.
         adopt = partial is not None and self._may_adopt(source[0], partial.num_tokens)
-        account = self._quotas.number(match.namespace) if self._quotas is not None and match else 0
+        account = self.account(match.namespace) if match else 0
         self._slots.require(num_new - adopt, (*matched, *source), account)
         return matched, source, adopt, account
 

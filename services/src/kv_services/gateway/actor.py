@@ -72,6 +72,7 @@ from kv_services.messages import (
     NamespaceFields,
     PrefillDone,
     ReserveDecode,
+    Retention,
     RunPrefill,
     Sampling,
     TokenBatch,
@@ -289,6 +290,7 @@ class RequestActor(Actor[Event, Effect]):
             deadline_ns=self._left_ns(),
             compute_locally=effect.prefill is None,
             after=self._after,
+            retention=self._retention(),
         )
 
         def outcome(reply: Message | KVError) -> None:
@@ -314,6 +316,7 @@ class RequestActor(Actor[Event, Effect]):
             grant=reserved.grant,
             deadline_ns=self._left_ns(),
             after=self._after,
+            retention=self._retention(),
         )
 
         def outcome(reply: Message | KVError) -> None:
@@ -381,6 +384,10 @@ class RequestActor(Actor[Event, Effect]):
 
     def _tokens(self) -> bytes:
         return token_bytes([*self._request.prompt_token_ids, *self._confirmed])
+
+    def _retention(self) -> Retention | None:
+        asked = self._request.kv.retention
+        return Retention(*asked) if asked is not None else None
 
     def _left_ns(self) -> int:
         return max(1, self._request.deadline_ns - self._ctx.clock.monotonic_ns())

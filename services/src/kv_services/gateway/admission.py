@@ -134,6 +134,7 @@ def admit(
         top_logprobs=request.wanted_logprobs,
     )
     salt = fold_salt(caller, request.cache_salt)
+    retention = _retention(request, caller)
     return GenerationRequest(
         request_id=request_id,
         tenant=caller.tenant,
@@ -143,8 +144,22 @@ def admit(
         stop_token_ids=() if request.ignore_eos else model.tokenizer.eos_ids,
         deadline_ns=received_ns + int(limits.timeout_s * 1e9),
         received_ns=received_ns,
-        kv=KVOptions(salt, shared=request.cache_salt is None, fidelity=fidelity),
+        kv=KVOptions(salt, shared=request.cache_salt is None, fidelity=fidelity, retention=retention),
     )
+
+
+def _retention(request: AnyRequest, caller: Caller) -> tuple[int, int] | None:
+    """What the request asks to be kept, within what its tenant may."""
+    asked = request.kv_retention
+    if asked is None:
+        return None
+    if not caller.retain_ttl_max_s:
+        raise UnsupportedParameterError(param="kv_retention", detail="your tenant has no retain_quota")
+    if asked.ttl_s > caller.retain_ttl_max_s:
+        raise InvalidRequestError(
+            param="kv_retention.ttl_s", detail=f"'kv_retention.ttl_s' is at most {caller.retain_ttl_max_s} for you"
+        )
+    return asked.priority, asked.ttl_s * 1_000_000_000
 
 
 def _check_tokens(request: AnyRequest, tokens: Sequence[int], model: ServedModel) -> None:

@@ -54,12 +54,14 @@ class KVOptions:
         salt: salt of the namespace, already folded under the tenant (`tenancy.fold_salt`), so that no client can
             name another tenant's; use it as it is.
         shared: no salt of the client's own is in it, so that the tenant's sharing rules apply.
+        retention: priority (0 to 100) and nanoseconds for which the prompt is to be kept before others afterwards.
         fidelity: which stored KV may be read and made, one of the model's: `exact`, or a codec and its version.
     """
 
     salt: str
     shared: bool = True
     fidelity: str = "exact"
+    retention: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ MAX_TOP_LOGPROBS_COMPLETION: Final = 5
 MAX_SALT_CHARS: Final = 256
 """A client's `cache_salt`; it is hashed, never stored."""
 
+MAX_RETENTION_S: Final = 31_536_000
+MAX_RETENTION_PRIORITY: Final = 100
+"""A client's `kv_retention`: a year, and priorities as a pool takes them."""
+
 MAX_USER_CHARS: Final = 128
 """A client's `user`; it goes to the log."""
 

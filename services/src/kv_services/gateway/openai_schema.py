@@ -35,9 +35,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class KVRetention(Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_retention`: keep this prompt's KV before others for `ttl_s` seconds; low priorities are given up first."""
+
+    ttl_s: Annotated[int, Meta(ge=1, le=limits.MAX_RETENTION_S)]
+    priority: Annotated[int, Meta(ge=0, le=limits.MAX_RETENTION_PRIORITY)] = 50
+
+
 class _Request(Struct, frozen=True, kw_only=True):
-    """What both routes share. `cache_salt`, `kv_fidelity` and `ignore_eos` are not OpenAI's: the first and the last
-    are named as vLLM names them."""
+    """What both routes share. `cache_salt`, `kv_fidelity`, `kv_retention` and `ignore_eos` are not OpenAI's: the first
+    and the last are named as vLLM names them."""
 
     model: _Model
     temperature: _Temperature | None = None
@@ -51,6 +58,7 @@ class _Request(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=limits.MAX_SALT_CHARS)] | None = None
     kv_fidelity: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
+    kv_retention: KVRetention | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from kv_bus.supervisor import ChildSpec
+from kv_prefix.errors import TenantQuotaError
 from kv_prefix.placement import make_placement_policy
 from kv_services.config import ClusterConfig, Role
 from kv_services.engine.load import EngineSpec, open_text
@@ -57,6 +58,7 @@ def build(base: Base) -> list[ChildSpec]:
     """
     # What fits no node is the client's fault, as what does not fit the model is.
     register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
+    register_fault(TenantQuotaError, HttpFault(429, "rate_limit_error", "kv_quota_exceeded", 1))
     for full in (ClusterFullError, ShardRefusedError):
         register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
     config, node = base.config, base.node

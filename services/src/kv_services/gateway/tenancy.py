@@ -21,6 +21,9 @@ from kv_services.tenants import namespace_salt
 OPEN_TENANT: Final = TenantId(_OPEN)
 """Whoever asks a gateway without keys."""
 
+OPEN_RETAIN_TTL_MAX_S: Final = 86_400
+"""For how long prompts may be kept in a cluster without tenants: a day, and in no more than half of a node's memory."""
+
 _BEARER: Final = "bearer"
 
 
@@ -35,15 +38,26 @@ class TenantSettings(Protocol):
     def salt(self) -> str: ...
     @property
     def max_requests(self) -> int: ...
+    @property
+    def retain_quota(self) -> int: ...
+    @property
+    def retain_ttl_max_s(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a request: a tenant, its configured salt, and how many requests it may have open (0: no limit)."""
+    """Who makes a request.
+
+    Attributes:
+        salt: of the tenant, as configured.
+        max_requests: how many it may have open; 0: no limit.
+        retain_ttl_max_s: for how long it may ask to keep a prompt; 0: it may not.
+    """
 
     tenant: TenantId
     salt: str = field(default="", repr=False)
     max_requests: int = 0
+    retain_ttl_max_s: int = 0
 
 
 class ApiKeys:
@@ -56,7 +70,15 @@ class ApiKeys:
 
     def __init__(self, tenants: Iterable[TenantSettings] = (), operator_keys: Iterable[str] = ()) -> None:
         self._callers = [
-            (_digest(key), Caller(tenant.tenant_id, tenant.salt, tenant.max_requests))
+            (
+                _digest(key),
+                Caller(
+                    tenant.tenant_id,
+                    tenant.salt,
+                    tenant.max_requests,
+                    tenant.retain_ttl_max_s if tenant.retain_quota else 0,
+                ),
+            )
             for tenant in tenants
             for key in tenant.api_keys
         ]
@@ -83,7 +105,7 @@ class ApiKeys:
             AuthenticationError: none, another scheme, or nobody's key.
         """
         if self.open:
-            return Caller(OPEN_TENANT)
+            return Caller(OPEN_TENANT, retain_ttl_max_s=OPEN_RETAIN_TTL_MAX_S)
         given = _digest(_bearer(authorization))
         found = None
         for digest, caller in self._callers:

@@ -53,8 +53,16 @@ class Prompt:
     cache_salt: str | None = None
 
 
-def warm(file: Path, prompt: Prompt, name: str, as_json: bool) -> int:
-    """Compute a prompt's KV, and pin it if it is given a name.
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """For how long, and with which priority, a prompt is to be kept before others."""
+
+    ttl_s: int
+    priority: int
+
+
+def warm(file: Path, prompt: Prompt, name: str, as_json: bool, keep: Keep | None = None) -> int:
+    """Compute a prompt's KV, pin it if it is given a name, and have it retained if it is to be kept.
 
     Raises:
         KVError: the file or the prompt is wrong, or a process refuses.
@@ -69,6 +77,8 @@ def warm(file: Path, prompt: Prompt, name: str, as_json: bool) -> int:
         body: dict[str, Any] = {"model": config.model.id, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         if prompt.cache_salt is not None:
             body["cache_salt"] = prompt.cache_salt
+        if keep is not None:
+            body["kv_retention"] = {"ttl_s": keep.ttl_s, "priority": keep.priority}
         (gateway, *_) = config.by_role(Role.GATEWAY)
         answer = await _post(gateway, "/v1/completions", body, tenant.api_keys[0] if tenant else "")
         found: dict[str, Any] = {"cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"]}

@@ -26,12 +26,15 @@ def warm(
     tenant: Tenant = "",
     cache_salt: CacheSalt = None,
     pin: Annotated[str, typer.Option(help="Also pin it under this name.")] = "",
+    keep_s: Annotated[int, typer.Option(min=0, help="Keep it before others for so many seconds, without a pin.")] = 0,
+    priority: Annotated[int, typer.Option(min=0, max=100, help="With --keep-s: the lowest goes first.")] = 50,
     json: Json = False,
 ) -> int:
     """Compute a prompt's KV now, so that the first request that begins with it hits."""
     from kv_services.kvctl import prefix
 
-    return prefix.warm(file, prefix.Prompt(text, tokens, "", tenant, cache_salt), pin, json)
+    keep = prefix.Keep(keep_s, priority) if keep_s else None
+    return prefix.warm(file, prefix.Prompt(text, tokens, "", tenant, cache_salt), pin, json, keep)
 
 
 @prefix_app.command("pin")

@@ -14,9 +14,10 @@ from kv_bus.interface import DEFERRED, Reply, Request
 from kv_consistency.update import OwnerEpoch
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import RequestId
+from kv_core.namespace import Namespace
 from kv_services.engine.interface import LayerArrival, Model
 from kv_services.errors import HandoverChecksumError, UnknownRequestError
-from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, OutputToken, ReserveDecode
+from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, OutputToken, ReserveDecode, Retention
 from kv_services.node.compute import SealingSink, fills_block, run_prefill, run_step
 from kv_services.node.context import NodeContext
 from kv_services.node.decode_events import (
@@ -47,6 +48,7 @@ from kv_services.node.decode_events import (
 )
 from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.outbox import TokenOutbox
+from kv_services.node.retaining import retain_prompt
 from kv_services.replica.service import origin_epoch
 from kv_transport import Inbound, TransferStats
 from kv_transport.codecs import accepted_under
@@ -94,6 +96,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         self._arriving: dict[_Key, _Arriving] = {}
         self._unsealed: dict[_Key, int] = {}
         self._stops: dict[_Key, threading.Event] = {}
+        self._retain: dict[_Key, tuple[Namespace, bytes, Retention]] = {}
         self._steps = itertools.count(1)
         self.outbox = TokenOutbox(ctx.bus, ctx.clock, self._refused)
 
@@ -137,6 +140,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         self.post(event)
         self._asked[key] = request
         self._owners[key] = origin_epoch(request.sender, request.incarnation, message.epoch)
+        if message.retention is not None:
+            self._retain[key] = namespace, message.tokens, message.retention
         request.on_abandoned(lambda: self._abandoned(key))
         return DEFERRED
 
@@ -167,6 +172,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 # A request that came twice is refused the second time; the first one goes on under its owner.
                 if self.machine.sequence(request_id, epoch) is None:
                     self._owners.pop((request_id, epoch), None)
+                    self._retain.pop((request_id, epoch), None)
                 asked = self._asked.pop((request_id, epoch), None)
                 if asked is not None:
                     asked.fail(error)
@@ -193,6 +199,9 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 self._register(request_id, epoch, num_tokens)
             case Retire(request_id, epoch):
                 self._owners.pop((request_id, epoch), None)
+                retain = self._retain.pop((request_id, epoch), None)
+                if retain is not None:
+                    retain_prompt(self._ctx, *retain)
                 stop = self._stops.get((request_id, epoch))
                 if stop is not None:
                     stop.set()

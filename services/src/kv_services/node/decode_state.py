@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from kv_core.errors import KVError, LocalProtocolError, RetryableError
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
-from kv_prefix.errors import NoSpaceError
+from kv_prefix.errors import NoSpaceError, TenantQuotaError
 from kv_services.engine.interface import Parked
 from kv_services.errors import (
     EpochFencedError,
@@ -234,6 +234,10 @@ class DecodeMachine:
             return None
         try:
             opened = self._pool.open(seq.request_id, match, num_new, use_partial=False)
+        except TenantQuotaError as error:
+            # Nobody waits behind a tenant that has its share; what is being answered waits for its own others only.
+            waits = resumed and self._runs_with(seq.namespace.digest)
+            return None if waits else self._give_up(seq, error, may_retry=True)
         except NoSpaceError:
             return None
         if not resumed:
@@ -469,10 +473,20 @@ class DecodeMachine:
                 fresh = self._pool.append(seq.table)
                 seq.refs += fresh
                 effects.append(PrepareSlots(fresh))
-            except NoSpaceError:
+            except NoSpaceError as error:
                 victims = [s for s in self._sequences.values() if s.state is SeqState.READY and not s.busy]
+                if isinstance(error, TenantQuotaError):
+                    # Others' blocks are of no use to a tenant that has its share.
+                    victims = [s for s in victims if self._same_account(s, seq.namespace.digest)]
                 effects += self._preempt(max(victims, key=lambda s: s.order))
         return effects
+
+    def _runs_with(self, namespace: bytes) -> bool:
+        """Whether a request of the same tenant holds slots."""
+        return any(s.table is not None and self._same_account(s, namespace) for s in self._sequences.values())
+
+    def _same_account(self, seq: DecodeSequence, namespace: bytes) -> bool:
+        return self._pool.account(seq.namespace.digest) == self._pool.account(namespace)
 
     def _preempt(self, seq: DecodeSequence) -> list[DecodeEffect]:
         self._release(seq)

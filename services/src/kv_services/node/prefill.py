@@ -62,6 +62,7 @@ from kv_services.node.prefill_events import (
 )
 from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
+from kv_services.node.retaining import retain_prompt
 from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, ReadGrant, TransferPriority, TransferStats, WriteGrant
 from kv_transport.codecs import Codec, accepted_under
@@ -444,12 +445,14 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         return stats.nbytes
 
     def _done(self, effect: ReplyDone) -> None:
+        asked = self._asked.pop((effect.request_id, effect.epoch), None)
+        if asked is not None and asked.message.retention is not None:
+            retain_prompt(self._ctx, asked.message.namespace.namespace(), asked.message.tokens, asked.message.retention)
         metrics = self._ctx.metrics
         metrics.found_tokens("local", effect.local_tokens)
         metrics.found_tokens("peer", effect.pulled_tokens)
         metrics.found_tokens("computed", effect.computed_tokens)
         metrics.tokens.labels("prefill").inc(effect.computed_tokens)
-        asked = self._asked.pop((effect.request_id, effect.epoch), None)
         if asked is None:
             return
         stats = effect.stats

@@ -20,7 +20,7 @@ from kv_core.errors import KVError, LocalProtocolError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
-from kv_prefix.errors import NoSpaceError
+from kv_prefix.errors import NoSpaceError, TenantQuotaError
 from kv_prefix.in_flight import Wait
 from kv_prefix.pool_types import PoolMatch
 from kv_services.errors import (
@@ -257,7 +257,12 @@ class PrefillMachine:
                 job.wait, job.state = wait, JobState.AWAITING
                 self._awaiting[job.request_id] = job
                 return [NoteWaiting(job.request_id, job.epoch, wait)]
-        if not self._open(job, match):
+        try:
+            self._open(job, match)
+        except TenantQuotaError as error:
+            # Nobody waits behind a tenant that has its share.
+            return self._fail(job, error)
+        except NoSpaceError:
             return []
         self._waiting.popleft()
         effects: list[PrefillEffect] = []
@@ -288,15 +293,16 @@ class PrefillMachine:
             return [prepare, pull]
         return [prepare, *self._compute_or_send(job)]
 
-    def _open(self, job: PrefillJob, match: PoolMatch) -> bool:
-        """Open its table on what the pool has; False when there is no room."""
+    def _open(self, job: PrefillJob, match: PoolMatch) -> None:
+        """Open its table on what the pool has.
+
+        Raises:
+            NoSpaceError: there is no room, or none for its tenant.
+        """
         num_matched = len(match.refs)
         num_new = self._blocks_for(job.num_needed) - num_matched
         use_partial = job.plan is None and num_new > 0
-        try:
-            opened = self._pool.open(job.request_id, match, num_new, use_partial=use_partial)
-        except NoSpaceError:
-            return False
+        opened = self._pool.open(job.request_id, match, num_new, use_partial=use_partial)
         job.table, job.refs, job.copy = opened.table, list(opened.refs), opened.copy
         num_found = opened.num_matched_tokens
         if num_found == job.num_needed and num_found > num_matched * self._block_size:
@@ -305,7 +311,6 @@ class PrefillMachine:
             num_found -= 1
         job.start, job.committed = num_found, num_matched
         job.local_tokens = num_found
-        return True
 
     def _pulled(self, event: Pulled) -> list[PrefillEffect]:
         job = self._busy_job(event.request_id, event.epoch)

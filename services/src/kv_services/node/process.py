@@ -31,6 +31,7 @@ from kv_services.in_flight_watch import InFlightWatch
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied
 from kv_services.messages import Ack, EndRequest, Load
+from kv_services.node.accounts import tenant_accounts
 from kv_services.node.client_desk import ClientDesk
 from kv_services.node.compute import Compute, ComputeThread
 from kv_services.node.context import NodeContext
@@ -242,6 +243,13 @@ class NodeWork:
         self.leases.expire()
         self.clients.tick(self._sessions)
         self.ctx.tiers.tick()
+        self._count_holders()
+
+    def _count_holders(self) -> None:
+        metrics, pool = self.ctx.metrics, self.ctx.pool
+        metrics.retained.set(pool.stats().retained)
+        for tenant, account in pool.accounts().items():
+            metrics.tenant_blocks.labels(tenant).set(account.used)
 
     def _sessions(self) -> set[str]:
         return {item.owner for item in self._agent.inventory().of("session")}
@@ -333,7 +341,9 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     """The roles of one node over that memory and engine; `base` speaks of them from now on."""
     region = agent.register_memory(arena).region
     introducer = Introducer(base.bus, agent, base.cluster, base.clock)
-    pool = BlockPool(arena.num_slots, arena.geometry.block_size, region=region)
+    geometry = arena.geometry
+    accounts = tenant_accounts(base.config, base.replica, geometry.block_nbytes, geometry.block_size)
+    pool = BlockPool(arena.num_slots, geometry.block_size, region=region, accounts=accounts)
     cost = PullCost(arena.geometry.block_nbytes, arena.geometry.block_size)
     recovery = Recoverer(base.node.node_id, base.clock, base.events, base.metrics)
     ctx = NodeContext(
