@@ -54,6 +54,7 @@ async def test_two_processes_hand_over(transport: TransportName, tmp_path: Path)
 
 
 async def test_a_killed_sender_fails_the_handover_and_frees_the_slots(transport: TransportName, tmp_path: Path) -> None:
+    """Slots reserved for a push must not stay reserved when its sender dies."""
     async with (
         node("decode", config(transport, tmp_path / "sockets")) as me,
         peer_process("prefill", transport, tmp_path) as peer,
@@ -73,6 +74,7 @@ async def test_a_killed_sender_fails_the_handover_and_frees_the_slots(transport:
 
 
 async def test_a_stopped_sender_is_fenced_before_its_slots_are_free(transport: TransportName, tmp_path: Path) -> None:
+    """A sender that is only late must not write into blocks that have been given to somebody else."""
     async with (
         node("decode", config(transport, tmp_path / "sockets", **QUICK)) as me,
         peer_process("prefill", transport, tmp_path, 1, **QUICK) as peer,
@@ -114,6 +116,7 @@ async def test_a_stopped_sender_that_is_killed_leaves_no_quarantine(tmp_path: Pa
 async def test_a_receiver_that_dies_or_stops_fails_the_sender(
     transport: TransportName, tmp_path: Path, how: str
 ) -> None:
+    """A dead peer ends the transfer in bounded time instead of a request that hangs."""
     async with (
         node("prefill", config(transport, tmp_path / "sockets", **QUICK)) as me,
         peer_process("decode", transport, tmp_path, 1, **QUICK) as peer,
@@ -164,6 +167,7 @@ async def test_a_holder_that_dies_or_stops_fails_the_reader_or_does_not_matter(
 
 
 async def test_a_restarted_peer_is_another_peer(transport: TransportName, tmp_path: Path) -> None:
+    """Cached metadata of a peer's former life is told from the new one's, which is met once and then works."""
     async with node("prefill", config(transport, tmp_path / "sockets", **QUICK)) as me:
         async with peer_process("decode", transport, tmp_path, 1, **QUICK) as peer:
             await peer.meet(me)
@@ -188,6 +192,7 @@ async def test_a_restarted_peer_is_another_peer(transport: TransportName, tmp_pa
 async def test_one_peer_that_answers_nothing_does_not_hold_up_another_one(
     transport: TransportName, tmp_path: Path
 ) -> None:
+    """A handshake with an unreachable peer must not block those with healthy ones."""
     async with (
         node("prefill", config(transport, tmp_path / "sockets")) as me,
         peer_process("stopped", transport, tmp_path) as stopped,

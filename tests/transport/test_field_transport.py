@@ -40,6 +40,7 @@ async def push(sender: Node, receiver: Node, count: int, seed: int, name: str = 
 async def test_five_hundred_transfers_are_equal_to_the_last_byte(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """Output that degrades after some hundred hand-overs, elsewhere: every one of them is compared here."""
     if "asyncio" in request.node.name:
         pytest.skip("runs on uvloop")  # 500 transfers: what kind of loop drives them is the contract suite's matter
     rng = random.Random(31)
@@ -49,6 +50,7 @@ async def test_five_hundred_transfers_are_equal_to_the_last_byte(
 
 
 async def test_one_bad_transfer_of_a_hundred_fails_alone(tmp_path: Path) -> None:
+    """A failure under load surfaced as a stuck request: it ends with an error, and the rest with their bytes."""
     async with pair("tcp", tmp_path, geometry=SMALL, slots=256) as (sender, receiver):
         started = []
         for number in range(100):
@@ -147,6 +149,8 @@ def test_a_read_longer_than_its_lease_ends_with_it_or_lives_on_renewals(renew: b
 
 
 def test_throughput_grows_with_the_window_where_the_way_is_long() -> None:
+    """One slice in flight on a long way wastes most of it."""
+
     def seconds(window: int) -> float:
         took: list[float] = []
 
@@ -169,6 +173,7 @@ def test_throughput_grows_with_the_window_where_the_way_is_long() -> None:
 
 
 async def test_two_clusters_with_equal_names_work_on_one_host(tmp_path: Path) -> None:
+    """Fixed socket paths and ports of two clusters collide; here nothing is fixed."""
     async with (
         node("prefill", config("auto", tmp_path / "a")) as one,
         node("decode", config("auto", tmp_path / "a")) as two,
@@ -181,6 +186,8 @@ async def test_two_clusters_with_equal_names_work_on_one_host(tmp_path: Path) ->
 
 
 def test_a_black_hole_of_a_peer_does_not_slow_the_others() -> None:
+    """One unreachable peer, and transfers with healthy ones take their normal time."""
+
     async def main(clock: LoopClock) -> None:
         network = MemoryNetwork(1, MemoryFaults(delay_ns=100_000))
         async with (

@@ -30,6 +30,7 @@ REQUEST = RequestId("request-1")
 async def test_a_handover_brings_every_byte(
     transport: TransportName, tmp_path: Path, geometry: BlockGeometry, layouts: tuple[Layout, Layout]
 ) -> None:
+    """Also between arenas of another layout: cells are the same wherever they lie."""
     async with pair(transport, tmp_path, geometry=geometry, layouts=layouts) as (sender, receiver):
         source, target = sender.filled(9, seed=1), receiver.blocks(9)
         tokens = 9 * geometry.block_size - 3

@@ -44,6 +44,7 @@ def test_the_ranks_hold_all_heads_evenly_and_in_order(heads: int, size: int) -> 
 
 @given(st.integers(1, 12), SIZES, SIZES, st.integers(1, 2), st.integers(0, 2**32))
 def test_a_reshard_is_the_plain_reslice(heads: int, before: int, after: int, planes: int, seed: int) -> None:
+    """Sharded over some ranks and read over others, the tensor that is joined again is equal."""
     whole = np.random.default_rng(seed).integers(0, 1 << 16, (planes, heads, 4, 8), dtype=np.uint16)
     sources, expected = split(whole, before), split(whole, after)
     for rank in range(after):
@@ -128,6 +129,7 @@ async def test_ranks_read_their_heads_from_ranks_of_another_size(
 
 
 async def test_many_reshards_at_once_do_not_mix(tmp_path: Path) -> None:
+    """Two ranks read by one, under load."""
     model = geometry(4, layers=1)
     async with ranks(config("tcp", tmp_path), model, 2, 1, slots=64) as (sources, (target,)):
 
