@@ -75,6 +75,7 @@ async def test_a_handover_by_a_lossy_codec_brings_what_it_makes_and_says_so(code
 
 @pytest.mark.parametrize("codec", [*LOSSY, Codec.LZ4])
 async def test_a_fetch_takes_what_its_reader_accepts(codec: Codec, tmp_path: Path) -> None:
+    """Each codec in turn is switched on, and what is read is right within its error bound."""
     async with pair("tcp", tmp_path) as (reader, holder):
         blocks, into = fill(holder, 6, seed=2), reader.blocks(6)
         for ref in blocks:
@@ -212,6 +213,7 @@ async def test_a_receiver_refuses_a_fidelity_that_it_does_not_accept(tmp_path: P
     ],
 )
 async def test_another_form_is_refused_at_the_handshake_naming_both(field: str, theirs: object, tmp_path: Path) -> None:
+    """Two sides that differ looked healthy, and then every request failed or bytes were copied unconverted."""
     other = dataclasses.replace(SMALL, **{field: theirs})  # type: ignore[arg-type]
     settings = config("tcp", tmp_path)
     async with node("prefill", settings) as sender, node("decode", settings, geometry=other) as receiver:
@@ -231,6 +233,7 @@ async def test_another_form_is_refused_at_the_handshake_naming_both(field: str, 
 async def test_what_a_codec_cannot_write_is_an_error_if_it_was_asked_for_and_else_goes_raw(
     tmp_path: Path,
 ) -> None:
+    """A codec that was on stored nothing, without a word: here it says what it cannot write."""
     async with pair("tcp", tmp_path) as (sender, receiver):
         source, target = fill(sender, 1, seed=7), receiver.blocks(1)
         sender.arena.array[source[0].slot, 0, 0, 0, 0, 0] = 0x7F80
