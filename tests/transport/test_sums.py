@@ -50,10 +50,9 @@ def test_pieces_of_a_copy_hold_every_cell_once_and_long_cells_alone() -> None:
     rng = random.Random("pieces")
     sizes = [rng.choice((1, 1_000, 300_000, limits.COPY_PIECE_BYTES, 3 * limits.COPY_PIECE_BYTES)) for _ in range(60)]
     column = np.array(sizes, np.int64)
-    table, groups = Cells(column * 2, column * 3, column).table(into_local=True)
-    assert table.tolist() == [[2 * size, 3 * size, size] for size in sizes]
-    assert [index for start, end in groups for index in range(start, end)] == list(range(60))
-    assert all(end - start == 1 or sum(sizes[start:end]) <= limits.COPY_PIECE_BYTES for start, end in groups)
+    pieces = [piece.tolist() for piece in Cells(column * 2, column * 3, column).pieces(into_local=True)]
+    assert [cell for piece in pieces for cell in piece] == [[2 * size, 3 * size, size] for size in sizes]
+    assert all(len(piece) == 1 or sum(cell[2] for cell in piece) <= limits.COPY_PIECE_BYTES for piece in pieces)
 
 
 @pytest.mark.parametrize("into_local", [False, True])

@@ -122,7 +122,6 @@ async def test_descriptors_that_nobody_asked_for_are_dropped_and_the_frame_count
         LoopPoster(loop),
         lambda data, fds: heard.put_nowait(bytes(data) + bytes(len(fds))),
         ended.append,
-        takes_descriptors=False,
     )
     with theirs:
         before = len(os.listdir("/proc/self/fd"))

@@ -171,20 +171,53 @@ class KVCacheTransferHeader:
             UnsupportedHeaderVersionError: another version.
         """
         raw = bytes(memoryview(data).cast("B"))
-        if len(raw) != HEADER_NBYTES:
-            raise CorruptHeaderError(reason=f"{len(raw)} bytes, need {HEADER_NBYTES}")
-        if raw[:4] != _MAGIC:
-            raise CorruptHeaderError(reason=f"magic {raw[:4]!r}")
-        body, (crc,) = raw[: _BODY.size], _CRC.unpack(raw[_BODY.size :])
-        if crc64(body) != crc:
-            raise CorruptHeaderError(reason=f"its CRC is {crc64(body):#018x}, it says {crc:#018x}")
-        nonce, checksum = _STAMPS.unpack_from(body, _STAMPS_AT)
-        return _fixed_part(body[:_STAMPS_AT] + _NO_STAMPS + body[_STAMPS_AT + _STAMPS.size :]).attempt(nonce, checksum)
+        nonce, checksum = read_stamps(raw)
+        fixed = raw[:_STAMPS_AT] + _NO_STAMPS + raw[_STAMPS_END : _BODY.size]
+        return _fixed_part(fixed).attempt(nonce, checksum)
+
+
+class PackedHeader:
+    """The binary form of a header whose attempts are made, or looked for, again and again."""
+
+    __slots__ = ("_after", "_before", "header")
+
+    def __init__(self, header: KVCacheTransferHeader) -> None:
+        """Nonce and checksum of `header` do not matter."""
+        self.header: Final = header
+        raw = header.pack()
+        self._before, self._after = raw[:_STAMPS_AT], raw[_STAMPS_END : _BODY.size]
+
+    def attempt(self, nonce: int, checksum: int) -> bytes:
+        """`header.attempt(nonce, checksum).pack()`, for unsigned integers of 64 bits."""
+        body = self._before + _STAMPS.pack(nonce, checksum) + self._after
+        return body + _CRC.pack(crc64(body))
+
+    def is_attempt(self, raw: bytes) -> bool:
+        """Whether these 128 bytes, whose CRC was found to hold, are this header under whatever nonce and checksum."""
+        return raw[:_STAMPS_AT] == self._before and raw[_STAMPS_END : _BODY.size] == self._after
+
+
+def read_stamps(raw: bytes) -> tuple[int, int]:
+    """Nonce and checksum of the header that these bytes are, so far as its CRC tells.
+
+    Raises:
+        CorruptHeaderError: wrong length, magic or CRC.
+    """
+    if len(raw) != HEADER_NBYTES:
+        raise CorruptHeaderError(reason=f"{len(raw)} bytes, need {HEADER_NBYTES}")
+    if raw[:4] != _MAGIC:
+        raise CorruptHeaderError(reason=f"magic {raw[:4]!r}")
+    found, (crc,) = crc64(raw[: _BODY.size]), _CRC.unpack_from(raw, _BODY.size)
+    if found != crc:
+        raise CorruptHeaderError(reason=f"its CRC is {found:#018x}, it says {crc:#018x}")
+    nonce, checksum = _STAMPS.unpack_from(raw, _STAMPS_AT)
+    return nonce, checksum
 
 
 _FIXED: Final = ("request_id", "layer_start", "layer_end", "seq_start", "seq_end", "num_heads", "head_dim", "dtype")
 _STAMPS: Final = struct.Struct("<QQ")
 _STAMPS_AT: Final = 32
+_STAMPS_END: Final = _STAMPS_AT + _STAMPS.size
 _NO_STAMPS: Final = bytes(_STAMPS.size)
 
 

@@ -5,8 +5,8 @@ def copy_cells(
     to: memoryview,
     source: memoryview,
     cells: NDArray[np.int64],
-    checks: NDArray[np.uint64],
-    read: NDArray[np.uint64] = ...,
+    checks: bytearray,
+    read: bytearray = ...,
     /,
 ) -> None: ...
 def sum_cells(source: memoryview, cells: NDArray[np.int64], checks: NDArray[np.uint64], /) -> None: ...

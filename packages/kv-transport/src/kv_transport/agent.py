@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from kv_transport.codec_choice import CodecPolicy
 from kv_transport.codec_rates import CodecRates
 from kv_transport.codecs import Codec
 from kv_transport.config import TransportConfig
+from kv_transport.direct import DirectPost, Posting
 from kv_transport.errors import (
     AgentClosed,
     InvalidDescriptor,
@@ -299,6 +300,11 @@ class TransferAgent:
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
         units = xfer.units(self.regions, self.config.unit_bytes)
+        if len(units) == 1:
+            direct = self._post_direct(peer, xfer, units[0])
+            if direct is not None:
+                xfer.begin(direct)
+                return
         flow = self.start_flow(
             peer,
             name=xfer.name,
@@ -379,31 +385,44 @@ class TransferAgent:
         """A flow that keeps these regions of ours registered while it runs, and is counted when it ends."""
         for region in regions:
             self.regions.use(region)
-        ended: list[Flow] = []
-
-        def release() -> None:
-            for region in regions:
-                self.regions.unuse(region)
-            flow = ended[0]
-            self._totals.count(flow.stats(), fetched=kind == "fetch", failed=flow.error is not None)
-
         try:
-            flow = peer.start_flow(
+            return peer.start_flow(
                 name=name,
                 kind=kind,
                 priority=priority,
                 ticket=ticket,
                 layers=layers,
                 total_bytes=total_bytes,
-                policy=policy or CodecPolicy([Codec.LZ4], wanted=self.wanted_codec([Codec.LZ4])),
-                on_release=release,
+                policy=policy or self._plain_policy(),
+                on_release=partial(self._posting_over, regions),
             )
         except BaseException:
-            for region in regions:
-                self.regions.unuse(region)
+            self._unuse(regions)
             raise
-        ended.append(flow)
-        return flow
+
+    def _post_direct(self, peer: Peer, xfer: Xfer, unit: Unit) -> DirectPost | None:
+        """The same for a transfer of one unit that a standing link moves at once, if there is such a link."""
+        for region in xfer.regions:
+            self.regions.use(region)
+        direct = None
+        try:
+            over = partial(self._posting_over, xfer.regions)
+            direct = peer.post_direct(unit, name=xfer.name, policy=self._plain_policy, on_release=over)
+        finally:
+            if direct is None:
+                self._unuse(xfer.regions)
+        return direct
+
+    def _posting_over(self, regions: Iterable[int], posting: Posting) -> None:
+        self._unuse(regions)
+        self._totals.count(posting.stats(), fetched=posting.kind == "fetch", failed=posting.error is not None)
+
+    def _unuse(self, regions: Iterable[int]) -> None:
+        for region in regions:
+            self.regions.unuse(region)
+
+    def _plain_policy(self) -> CodecPolicy:
+        return CodecPolicy([Codec.LZ4], wanted=self.wanted_codec([Codec.LZ4]))
 
     def wanted_codec(self, accepted: Sequence[Codec]) -> Codec | None:
         """What the configuration asks for, as far as the other side accepts it; None leaves it to the figures."""

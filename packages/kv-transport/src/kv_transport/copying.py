@@ -29,15 +29,14 @@ def copy_cells(
     Raises:
         CopyStopped: `stopped` said so; any part may have been copied.
     """
-    table, groups = cells.table(into_local=into_local)
     checks: list[int] = []
-    for start, end in groups:
-        if cells.sizes[start] > limits.COPY_PIECE_BYTES:
-            checks.append(_copy_long(destination, source, table[start], stopped))
+    for piece in cells.pieces(into_local=into_local):
+        if len(piece) == 1 and piece[0, 2] > limits.COPY_PIECE_BYTES:
+            checks.append(_copy_long(destination, source, piece[0], stopped))
             continue
         if stopped():
             raise CopyStopped
-        checks += kernels.copy_cells(destination.data_view, source.data_view, table[start:end])
+        checks += kernels.copy_cells(destination.data_view, source.data_view, piece)
     return checks
 
 
@@ -48,13 +47,12 @@ def copy_unsealed(
 
     Cells are at most `COPY_PIECE_BYTES` long.
     """
-    table, groups = cells.table(into_local=into_local)
     arrived: list[int] = []
     read: list[int] = []
-    for start, end in groups:
+    for piece in cells.pieces(into_local=into_local):
         if stopped():
             raise CopyStopped
-        here, there = kernels.copy_unsealed_cells(destination.data_view, source.data_view, table[start:end])
+        here, there = kernels.copy_unsealed_cells(destination.data_view, source.data_view, piece)
         arrived += here
         read += there
     return arrived, read

@@ -30,7 +30,7 @@ class Run:
 class Cells:
     """Cells in order: offset on our side, offset on the peer's, length. Not to be changed."""
 
-    __slots__ = ("_runs", "_tables", "local", "nbytes", "remote", "sizes")
+    __slots__ = ("_runs", "_sizes", "_tables", "local", "nbytes", "remote", "sizes")
 
     def __init__(self, local: IntArray, remote: IntArray, sizes: IntArray) -> None:
         self.local: Final = local
@@ -38,7 +38,8 @@ class Cells:
         self.sizes: Final = sizes
         self.nbytes: Final = int(sizes.sum())
         self._runs: list[int] = []
-        self._tables: dict[bool, tuple[IntArray, list[tuple[int, int]]]] = {}
+        self._sizes: list[int] = []
+        self._tables: dict[bool, list[IntArray]] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -49,15 +50,22 @@ class Cells:
             self._runs = np.stack((self.remote, self.sizes), axis=1).ravel().tolist()
         return self._runs
 
-    def table(self, *, into_local: bool) -> tuple[IntArray, list[tuple[int, int]]]:
-        """What a copy needs, made once: `(n, 3)` of destination, source and length, and which cells make up each
-        piece of at most `COPY_PIECE_BYTES`, as index ranges; a longer cell is a piece of its own.
+    def size_list(self) -> list[int]:
+        """`sizes` as integers, made once."""
+        if not self._sizes:
+            self._sizes = self.sizes.tolist()
+        return self._sizes
+
+    def pieces(self, *, into_local: bool) -> list[IntArray]:
+        """What a copy needs, made once: tables `(n, 3)` of destination, source and length, each of the cells that make
+        up at most `COPY_PIECE_BYTES`; a longer cell is a piece of its own.
         """
         found = self._tables.get(into_local)
         if found is None:
             to, of = (self.local, self.remote) if into_local else (self.remote, self.local)
             table = np.stack((to, of, self.sizes), axis=1).astype(np.int64, copy=False)
-            found = self._tables[into_local] = table, _groups(self.sizes.tolist())
+            found = [table[start:end] for start, end in _groups(self.size_list())]
+            self._tables[into_local] = found
         return found
 
     def part(self, start: int, end: int) -> "Cells":

@@ -47,7 +47,7 @@ class Flow:
         layers: range,
         total_bytes: int,
         policy: CodecPolicy,
-        on_release: Callable[[], None],
+        on_release: Callable[["Flow"], None],
     ) -> None:
         self.policy: Final = policy
         self.name: Final = name
@@ -201,6 +201,14 @@ class Flow:
         unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio, unit.far_checks = Codec.NONE, unit.nbytes, None, ()
         self.step(ts.Flown(unit_id))
 
+    def adopt(self, unit: Unit) -> None:
+        """The only unit of this flow, which was posted before the flow was made; `settled` tells what came of it."""
+        self._started_ns = self._clock.monotonic_ns()
+        self._units[0] = unit
+        unit.sent_codec, unit.wire_nbytes, unit.lz4_ratio = Codec.NONE, unit.nbytes, None
+        for event in (ts.Added((0,)), ts.Sealed(), ts.Adopted(0)):
+            self.step(event)
+
     def checksum_failures(self, unit_id: int) -> int:
         """How often the bytes of a unit failed their checksum so far."""
         return self._machine.checksum_failures(unit_id)
@@ -245,7 +253,7 @@ class Flow:
                 self._end(error)
             case ts.Release():
                 self._host.flow_over(self)
-                self._on_release()
+                self._on_release(self)
                 self._units.clear()
                 self._released.set()
 

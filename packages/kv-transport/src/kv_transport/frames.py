@@ -6,6 +6,7 @@ A KV unit names its memory by ticket, layer and positions, so that the owner loo
 sender can never point elsewhere; plain regions are named by runs and checked against what the owner opened.
 """
 
+import struct
 from typing import Final
 
 import msgspec
@@ -27,7 +28,8 @@ class UnitHead(_Frame, frozen=True):
         region: the owner's region.
         layer, start, end: positions `[start, end)` of the ticket in that layer.
         runs: for an open region, flat pairs of offset and length, one per cell.
-        checks: CRC-64 per cell, little endian, in order; empty when not known.
+        checks: CRC-64 per cell, little endian, in order; empty when not known: of a read, or of a payload with its sums
+            behind it.
         header: packed `KVCacheTransferHeader` (writes).
         notif: bytes for the owner's `notifs()` once the unit is verified.
         codec: how the payload is written, or is to be written; empty for raw bytes.
@@ -106,7 +108,7 @@ class Read(_Frame, frozen=True, tag=7):
 
 
 class Data(_Frame, frozen=True, tag=8):
-    """Owner: the bytes follow; `checks` and `codec` as in `UnitHead`."""
+    """Owner: the bytes follow; `checks` and `codec` as in `UnitHead`, and without checks `Sums` follows the bytes."""
 
     seq: int
     checks: bytes
@@ -173,8 +175,19 @@ class Bye(_Frame, frozen=True, tag=16):
     """Either side: an orderly end; nothing of mine touches your memory any more."""
 
 
-FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye
-FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye
+class Sums(_Frame, frozen=True, tag=18):
+    """Either side, right behind the bytes of a `Write` or `Data` without checks: the CRC-64 of each cell.
+
+    `header` is that of the write, now with its checksum; empty behind `Data`.
+    """
+
+    seq: int
+    checks: bytes
+    header: bytes = b""
+
+
+FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye | Sums
+FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye | Sums
 Frame = FromInitiator | FromOwner
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -223,7 +236,7 @@ def flat_fields(fields: dict[str, FieldValue]) -> dict[str, str | int | float | 
 
 
 def pack_checks(checks: list[int]) -> bytes:
-    return b"".join(check.to_bytes(8, "little") for check in checks)
+    return struct.pack(f"<{len(checks)}Q", *checks)
 
 
 def pack_masks(masks: list[int], num_positions: int) -> list[bytes]:

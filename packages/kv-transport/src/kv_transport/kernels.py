@@ -26,7 +26,7 @@ except ImportError:  # built without a compiler
 COMPILED: Final = _kernels is not None
 
 CellTable = NDArray[np.int64]
-"""`(n, 3)`: offset at the destination, offset at the source, bytes."""
+"""`(n, 3)` in C order: offset at the destination, offset at the source, bytes."""
 
 SCALE_CANDIDATES: Final = 4
 """Scales tried for a channel: an octave of them, from the least under which nothing is cut off."""
@@ -52,11 +52,10 @@ def copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: i
     """
     if _kernels is None:
         return plain_copy_cells(to, source, cells, previous)
-    checks = np.zeros(len(cells), np.uint64)
-    checks[:1] = previous
-    _kernels.copy_cells(to, source, np.ascontiguousarray(cells, np.int64), checks)
-    found: list[int] = checks.tolist()
-    return found
+    checks = bytearray(8 * len(cells))
+    checks[:8] = previous.to_bytes(8, "little")[: len(checks)]
+    _kernels.copy_cells(to, source, cells, checks)
+    return memoryview(checks).cast("Q").tolist()
 
 
 def copy_unsealed_cells(to: memoryview, source: memoryview, cells: CellTable) -> tuple[list[int], list[int]]:
@@ -70,9 +69,9 @@ def copy_unsealed_cells(to: memoryview, source: memoryview, cells: CellTable) ->
     if _kernels is None:
         arrived = plain_copy_cells(to, source, cells)
         return arrived, plain_sum_cells(source, cells[:, 1:])
-    checks, read = np.zeros(len(cells), np.uint64), np.zeros(len(cells), np.uint64)
-    _kernels.copy_cells(to, source, np.ascontiguousarray(cells, np.int64), checks, read)
-    return checks.tolist(), read.tolist()
+    checks, read = bytearray(8 * len(cells)), bytearray(8 * len(cells))
+    _kernels.copy_cells(to, source, cells, checks, read)
+    return memoryview(checks).cast("Q").tolist(), memoryview(read).cast("Q").tolist()
 
 
 def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:

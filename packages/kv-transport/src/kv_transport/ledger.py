@@ -13,12 +13,13 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from kv_core.errors import KVError
-from kv_core.header import KVCacheTransferHeader
+from kv_core.header import read_stamps
 from kv_core.ids import NodeId
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import limits
@@ -37,7 +38,7 @@ from kv_transport.lease_table import LeaseTable
 from kv_transport.ledger_items import GrantEntry, Landing, Session
 from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
-from kv_transport.regions import RegionTable, SharedBuffer
+from kv_transport.regions import MemoryRegion, RegionTable, SharedBuffer
 from kv_transport.replay import ReplayWindow
 from kv_transport.ticket_checks import require_generations, unpack_checks, unpack_runs
 from kv_transport.tickets import WriteGrant
@@ -249,18 +250,39 @@ class Ledger:
         Raises:
             GrantRefused, StaleGeneration, ReplayedNonce, FrameRefused, UnknownRegion, InvalidDescriptor.
         """
-        header = KVCacheTransferHeader.unpack(head.header)
+        nonce, checksum = read_stamps(head.header)
         try:
             with self._lock:
-                self._window(session.peer).use(header.nonce)
+                self._window(session.peer).use(nonce)
                 if head.ticket:
-                    return self._admit_granted(session, head, header)
-            return self._admit_plain(session, head, header)
+                    return self._admit_granted(session, head, checksum)
+            region, codec, offsets, sizes, expected = self._check_plain(session, head, checksum)
         except KVError:
             self.refusals += 1
             raise
+        self._regions.use(head.region)
+        return Landing(session, head, None, region.memory, head.region, offsets, sizes, expected, 0, codec)
 
-    def _admit_granted(self, session: Session, head: UnitHead, header: KVCacheTransferHeader) -> Landing:
+    def place(self, session: Session, head: UnitHead) -> None:
+        """A one-sided writer has placed a unit, and checked it in our memory itself: `admit` and `land` in one.
+
+        Raises:
+            as they do.
+        """
+        if head.ticket:
+            self.land(self.admit(session, head))
+            return
+        nonce, checksum = read_stamps(head.header)
+        try:
+            with self._lock:
+                self._window(session.peer).use(nonce)
+            self._check_plain(session, head, checksum)
+        except KVError:
+            self.refusals += 1
+            raise
+        self._tell(session, head)
+
+    def _admit_granted(self, session: Session, head: UnitHead, checksum: int) -> Landing:
         entry = self._grants.get(head.ticket)
         if entry is None or entry.revoked or entry.session is not session:
             raise GrantRefused(ticket=head.ticket, reason="it is not open on this connection")
@@ -271,11 +293,12 @@ class Ledger:
             raise GrantRefused(ticket=grant.ticket, reason=f"{codec.value} is not one of the codecs {grant.codecs}")
         sizes = [entry.arena.shape.cell_nbytes] * (head.end - head.start)
         expected = unpack_checks(head.checks, len(sizes), session.peer)
-        checksum = combined(expected, [encoded_cell_nbytes(codec, entry.arena.geometry)] * len(sizes))
         check_header(
-            header,
-            ticket_header(grant, head.layer, head.start, head.end, header.nonce, checksum),
-            peer=str(session.peer),
+            head.header,
+            checksum,
+            ticket_header(grant, head.layer, head.start, head.end),
+            combined(expected, [encoded_cell_nbytes(codec, entry.arena.geometry)] * len(sizes)),
+            peer=session.peer,
             transport=session.scheme,
             cells=len(sizes),
         )
@@ -284,24 +307,31 @@ class Ledger:
         offsets = entry.arena.shape.offsets(entry.slots[head.start : head.end], head.layer).tolist()
         return Landing(session, head, entry, entry.arena, grant.region, offsets, sizes, expected, fresh, codec)
 
-    def _admit_plain(self, session: Session, head: UnitHead, header: KVCacheTransferHeader) -> Landing:
+    def _check_plain(
+        self, session: Session, head: UnitHead, checksum: int
+    ) -> tuple[MemoryRegion, Codec, list[int], list[int], list[int]]:
+        """A unit for an open region: the region, how it is written; offset, size and CRC-64 of each cell (none where
+        they follow the bytes).
+        """
         region = self._regions.get(head.region)
         if region.access is not Access.WRITE:
             raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
         codec = _codec_of(session, head)
-        if not codec.lossless:
+        if codec is not Codec.NONE and not codec.lossless:
             raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")
         offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
-        expected = unpack_checks(head.checks, len(sizes), session.peer)
+        follow = not (head.checks or session.one_sided or codec is not Codec.NONE)
+        expected = [] if follow else unpack_checks(head.checks, len(sizes), session.peer)
         check_header(
-            header,
-            plain_header(len(sizes), header.nonce, combined(expected, sizes)),
-            peer=str(session.peer),
+            head.header,
+            checksum,
+            plain_header(len(sizes)),
+            combined(expected, sizes),
+            peer=session.peer,
             transport=session.scheme,
             cells=len(sizes),
         )
-        self._regions.use(head.region)
-        return Landing(session, head, None, region.memory, head.region, offsets, sizes, expected, 0, codec)
+        return region, codec, offsets, sizes, expected
 
     def land(
         self,
@@ -337,9 +367,12 @@ class Ledger:
             self._over(landing)
         else:
             self._land_granted(landing, entry, stored or landing.expected, wire_nbytes)
+        self._tell(landing.session, head)
+
+    def _tell(self, session: Session, head: UnitHead) -> None:
+        """What a unit brought beside its bytes, which are verified."""
         if head.notif:
-            node, payload = landing.session.peer.node, head.notif
-            self._poster.run(lambda: self._on_notif(node, payload))
+            self._poster.run(partial(self._on_notif, session.peer.node, head.notif))
 
     def _land_granted(self, landing: Landing, entry: GrantEntry, stored: list[int], wire_nbytes: int | None) -> None:
         head, grant = landing.head, entry.grant
@@ -453,6 +486,8 @@ class Ledger:
 
 def _codec_of(session: Session, head: UnitHead) -> Codec:
     """How a unit is written. Raises `FrameRefused` for a codec that is none, or that its transport does not use."""
+    if not head.codec:
+        return Codec.NONE
     codec = wire_codec(head.codec, str(session.peer))
     if codec is not Codec.NONE and session.one_sided:
         raise FrameRefused(peer=str(session.peer), reason=f"{codec.value} over {session.scheme}, which does not encode")

@@ -58,13 +58,13 @@ def _of_peer(peer: Peer) -> list[InventoryItem]:
     items += [
         InventoryItem(
             kind="transfer",
-            ident=flow.name,
+            ident=posting.name,
             owner=owner,
-            state=flow.state.value,
-            detail=f"{flow.kind} over {flow.link.scheme if flow.link is not None else 'no link yet'}, "
-            f"{flow.stats().nbytes} of {flow.total_bytes} bytes",
+            state=posting.state.value,
+            detail=f"{posting.kind} over {posting.link.scheme if posting.link is not None else 'no link yet'}, "
+            f"{posting.stats().nbytes} of {posting.total_bytes} bytes",
         )
-        for flow in peer.flows
+        for posting in peer.postings
     ]
     return items
 

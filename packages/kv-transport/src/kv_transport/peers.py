@@ -17,6 +17,7 @@ from kv_transport import limits
 from kv_transport.backends.base import Backend, Link, Surroundings
 from kv_transport.codec_choice import CodecPolicy, LinkMeter
 from kv_transport.codecs import Codec
+from kv_transport.direct import DirectPost, Posting
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
@@ -50,11 +51,13 @@ class Peer:
         self.failed_units = 0
         self._around = around
         self._backends = {backend.scheme: backend for backend in backends}
+        self._preferred = next(iter(self._backends), "")
         self._scheduler = Scheduler(around.config.window_size)
         self._links: dict[str, Link] = {}
         self._meters: dict[str, LinkMeter] = {}
         self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._flows: dict[int, Flow] = {}
+        self._direct: dict[int, DirectPost] = {}
         self._keys: dict[int, tuple[Flow, int]] = {}
         self._key_of: dict[tuple[int, int], int] = {}
         self._serial = 0
@@ -69,6 +72,11 @@ class Peer:
     @property
     def flows(self) -> list[Flow]:
         return list(self._flows.values())
+
+    @property
+    def postings(self) -> list[Posting]:
+        """Every transfer at work."""
+        return [*self._flows.values(), *self._direct.values()]
 
     @property
     def links(self) -> list[Link]:
@@ -90,7 +98,7 @@ class Peer:
         layers: range,
         total_bytes: int,
         policy: CodecPolicy,
-        on_release: Callable[[], None],
+        on_release: Callable[[Posting], None],
     ) -> Flow:
         """A new flow; its link is being looked for from now on."""
         if self._closed is not None:
@@ -109,13 +117,68 @@ class Peer:
             on_release=on_release,
         )
         self._flows[id(flow)] = flow
-        link = self._standing_link(flow)
+        link = self._standing_link(flow.ticket)
         if link is not None:
             if link.encodes:
                 self._around.codec_rates.begin_trial()
             flow.linked(link, None)
         else:
             self._around.spawn(self._bring_up(flow, None))
+        return flow
+
+    def post_direct(
+        self, unit: Unit, *, name: str, policy: Callable[[], CodecPolicy], on_release: Callable[[Posting], None]
+    ) -> DirectPost | None:
+        """Post the only unit of a transfer past the queue, where the link moves it at once and nothing would be
+        overtaken; None where that is not so. `policy` is for the flow that takes over if it comes back.
+        """
+        link = self._standing_link(None)
+        key = self._serial + 1
+        if link is None or not link.moves_at_once(unit) or not self._scheduler.pass_through(key):
+            return None
+        self._serial = key
+        post = self._direct[key] = DirectPost(name, unit, link, self._around.clock, on_release)
+        link.post(unit, partial(self._direct_settled, key, post, link, policy))
+        return post
+
+    def _direct_settled(
+        self, key: int, post: DirectPost, link: Link, policy: Callable[[], CodecPolicy], error: KVError | None
+    ) -> None:
+        self._scheduler.settle(key)
+        del self._direct[key]
+        if error is None:
+            post.landed()
+        else:
+            post.give_way(self._take_over(post, link, policy(), error))
+        self._pump()
+
+    def _take_over(self, post: DirectPost, link: Link, policy: CodecPolicy, error: KVError) -> Flow:
+        """A flow in the state in which it would be, had it posted that unit."""
+        flow = Flow(
+            self,
+            self._around.loop,
+            self._around.clock,
+            name=post.name,
+            kind=post.kind,
+            priority=post.priority,
+            ticket=None,
+            layers=range(0),
+            total_bytes=post.total_bytes,
+            policy=policy,
+            on_release=post.on_release,
+        )
+        self._flows[id(flow)] = flow
+        flow.adopt(post.unit)
+        if self._closed is not None:
+            flow.stop(self._closed)
+        self._note_bounce(flow, 0, link, error)
+        flow.settled(0, link.scheme, error, link_lost=link.lost is not None)
+        if flow.over:
+            return flow
+        if link.lost is None:
+            flow.linked(link, None)
+        else:
+            self._recover(flow, link, error)
         return flow
 
     def enqueue(self, flow: Flow, units: Sequence[int]) -> None:
@@ -185,9 +248,7 @@ class Peer:
         now_ns = self._around.clock.monotonic_ns()
         self._meter(link).settled(sent, now_ns, encoded=unit.codec is not Codec.NONE)
         if error is not None:
-            self.failed_units += 1
-            if isinstance(error, ChecksumMismatch):
-                self._note_retry(flow, unit_id, link, error)
+            self._note_bounce(flow, unit_id, link, error)
         flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)
         self._pump()
 
@@ -205,9 +266,13 @@ class Peer:
                 error,
             )
             flow.unlinked()
-            self._plan_recovery(flow, link, error)
-            self._note_failure(flow, link.scheme, error, established=True)
-            self._around.spawn(self._bring_up(flow, link))
+            self._recover(flow, link, error)
+
+    def _recover(self, flow: Flow, link: Link, error: KVError) -> None:
+        """Look for another link for a flow whose link broke."""
+        self._plan_recovery(flow, link, error)
+        self._note_failure(flow, link.scheme, error, established=True)
+        self._around.spawn(self._bring_up(flow, link))
 
     def _plan_recovery(self, flow: Flow, link: Link, error: KVError) -> None:
         task = TransferTask(RequestId(flow.name), self._around.me.node, self.name.node, link.scheme)
@@ -218,8 +283,11 @@ class Peer:
             case _:
                 pass  # the flow's own machine retries, or gives up and tells its caller
 
-    def _note_retry(self, flow: Flow, unit_id: int, link: Link, error: KVError) -> None:
-        """Tell of the retry that the flow's machine is about to decide on, by the same table."""
+    def _note_bounce(self, flow: Flow, unit_id: int, link: Link, error: KVError) -> None:
+        """Count a unit that came back; tell of the retry that the flow's machine is about to decide on, if it is."""
+        self.failed_units += 1
+        if not isinstance(error, ChecksumMismatch):
+            return
         failures = flow.checksum_failures(unit_id)
         task = TransferTask(RequestId(flow.name), self._around.me.node, self.name.node, link.scheme, failures)
         action = diagnose_transfer_failure(task, error)
@@ -231,13 +299,13 @@ class Peer:
             if isinstance(flow.ticket, WriteGrant) and flow.ticket.ticket == ticket:
                 flow.stop(GrantRefused(ticket=ticket, reason="its owner has revoked it"))
 
-    def _standing_link(self, flow: Flow) -> Link | None:
-        """The link that a new flow can use as it is: of the transport we prefer, with nothing to announce."""
-        if isinstance(flow.ticket, WriteGrant):
+    def _standing_link(self, ticket: WriteGrant | ReadGrant | None) -> Link | None:
+        """The link that a new transfer can use as it is: of the transport we prefer, with nothing to announce."""
+        if isinstance(ticket, WriteGrant):
             return None
-        scheme = next(iter(self._backends), None)
-        link = self._links.get(scheme) if scheme is not None else None
-        barred = flow.ticket is not None and bool(flow.ticket.transports) and scheme not in flow.ticket.transports
+        scheme = self._preferred
+        link = self._links.get(scheme)
+        barred = ticket is not None and bool(ticket.transports) and scheme not in ticket.transports
         return link if link is not None and link.lost is None and not barred else None
 
     async def connect(self) -> Link:

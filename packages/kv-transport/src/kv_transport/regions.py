@@ -209,9 +209,11 @@ class RegionTable:
         return memory
 
     def use(self, region: int) -> None:
-        """Hold a region in place until `unuse`."""
-        self.get(region)
+        """Hold a region in place until `unuse`. Raises `UnknownRegion`."""
         with self._lock:
+            found = self._regions.get(RegionId(region))
+            if found is None or found.memory.closed:
+                raise UnknownRegion(region=region, node=self._node)
             self._uses[RegionId(region)] += 1
 
     def unuse(self, region: int) -> None:

@@ -96,6 +96,18 @@ class Scheduler:
         self._serial += 1
         self._classes[priority].add(key, layer, self._serial)
 
+    def pass_through(self, key: int) -> bool:
+        """Put a unit in flight at once, if nothing waits that it would overtake and the window has room."""
+        if len(self._flying) >= self._window:
+            return False
+        for cls in self._classes.values():
+            if cls.waiting:
+                return False
+        if key in self._flying:
+            raise InvalidTransition(machine="scheduler", state="known", event=f"pass_through({key})")
+        self._flying.add(key)
+        return True
+
     def remove(self, key: int) -> bool:
         """Forget a unit that waits; False if it does not (it may be in flight)."""
         return any(cls.waiting.pop(key, None) is not None for cls in self._classes.values())

@@ -1,9 +1,7 @@
 """What is checked of a unit before any memory is touched for it: positions, generations, checksums, runs."""
 
+import struct
 from operator import add
-from typing import cast
-
-import numpy as np
 
 from kv_core.ids import RegionId
 from kv_transport import limits
@@ -38,7 +36,7 @@ def unpack_checks(data: bytes, cells: int, peer: PeerName) -> list[int]:
     """CRC-64 per cell. Raises `FrameRefused` unless there is one for each."""
     if len(data) != 8 * cells or cells > limits.CELLS_PER_UNIT_MAX:
         raise FrameRefused(peer=str(peer), reason=f"{len(data)} bytes of checksums for {cells} cells")
-    return cast(list[int], np.frombuffer(data, "<u8").tolist())
+    return list(struct.unpack(f"<{cells}Q", data))
 
 
 def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int], list[int]]:
@@ -52,8 +50,7 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     if not runs or len(runs) % 2 or len(runs) > 2 * limits.CELLS_PER_UNIT_MAX:
         raise FrameRefused(peer=str(peer), reason=f"{len(runs)} numbers of runs")
     offsets, sizes = runs[0::2], runs[1::2]
-    ends = list(map(add, offsets, sizes))
-    if min(sizes) < 1 or min(offsets) < 0 or max(ends) > nbytes:
+    if min(sizes) < 1 or min(offsets) < 0 or max(map(add, offsets, sizes)) > nbytes:
         for offset, size in zip(offsets, sizes, strict=True):  # which one it is
             check_piece(XferDesc(region=RegionId(head.region), offset=offset, nbytes=size), nbytes)
     if sum(sizes) > limits.UNIT_BYTES_MAX:

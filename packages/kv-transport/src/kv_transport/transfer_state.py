@@ -48,6 +48,13 @@ class Flown:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """A parked unit was handed to the transport before this machine knew of it."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     """A unit is verified at its destination."""
 
@@ -89,7 +96,7 @@ class Stopped:
     error: KVError
 
 
-Event = Added | Sealed | Flown | Landed | Bounced | BackoffOver | LinkGone | LinkBack | Stopped
+Event = Added | Sealed | Flown | Adopted | Landed | Bounced | BackoffOver | LinkGone | LinkBack | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,10 @@ class Transfer:
                 self._move(unit, _Unit.QUEUED, _Unit.FLYING, event)
                 self._flying += 1
                 return []
+            case Adopted(unit):
+                self._move(unit, _Unit.PARKED, _Unit.FLYING, event)
+                self._flying += 1
+                return []
             case Landed(unit):
                 self._move(unit, _Unit.FLYING, _Unit.DONE, event)
                 self._flying -= 1
@@ -214,7 +225,7 @@ class Transfer:
                 self._move(unit, _Unit.FLYING, _Unit.PARKED, event)
             case BackoffOver() | LinkGone() | LinkBack() | Stopped():
                 return []
-            case Added() | Sealed() | Flown():
+            case Added() | Sealed() | Flown() | Adopted():
                 raise self._illegal(event)
         self._flying -= 1
         if self._flying:

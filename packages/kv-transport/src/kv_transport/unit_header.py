@@ -6,16 +6,29 @@ summed twice. Units of plain regions have no tokens: their header counts cells o
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 from kv_core.dtypes import DType
-from kv_core.header import KVCacheTransferHeader
+from kv_core.header import KVCacheTransferHeader, PackedHeader
 from kv_core.ids import RequestId
 from kv_transport import kernels
 from kv_transport.errors import ChecksumMismatch, FrameRefused
 from kv_transport.tickets import ReadGrant, WriteGrant
+from kv_transport.types import PeerName
 
 PLAIN = RequestId("plain")
 """Request id of units that belong to no request."""
+
+_DESCRIBED: Final = (
+    "request_id",
+    "layer_start",
+    "layer_end",
+    "seq_start",
+    "seq_end",
+    "num_heads",
+    "head_dim",
+    "dtype",
+)
 
 
 def combined(checks: Sequence[int], sizes: Sequence[int]) -> int:
@@ -23,12 +36,10 @@ def combined(checks: Sequence[int], sizes: Sequence[int]) -> int:
     return kernels.combine(checks, sizes)
 
 
-def ticket_header(
-    ticket: WriteGrant | ReadGrant, layer: int, start: int, end: int, nonce: int, checksum: int
-) -> KVCacheTransferHeader:
+def ticket_header(ticket: WriteGrant | ReadGrant, layer: int, start: int, end: int) -> PackedHeader:
     """The header of positions `[start, end)` of one layer."""
     form, block_size = ticket.form, ticket.form.block_size
-    fixed = _ticket_header(
+    return _ticket_header(
         ticket.request_id,
         layer,
         ticket.seq_start + start * block_size,
@@ -37,62 +48,69 @@ def ticket_header(
         form.head_dim,
         form.dtype,
     )
-    return fixed.attempt(nonce, checksum)
 
 
 @lru_cache(maxsize=4096)
 def _ticket_header(
     request_id: str, layer: int, seq_start: int, seq_end: int, num_heads: int, head_dim: int, dtype: str
-) -> KVCacheTransferHeader:
+) -> PackedHeader:
     """What stays the same over attempts, and on both sides: checked once."""
-    return KVCacheTransferHeader(
-        request_id=RequestId(request_id),
-        layer_start=layer,
-        layer_end=layer + 1,
-        seq_start=seq_start,
-        seq_end=seq_end,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        dtype=DType(dtype),
-        nonce=0,
-        checksum=0,
+    return PackedHeader(
+        KVCacheTransferHeader(
+            request_id=RequestId(request_id),
+            layer_start=layer,
+            layer_end=layer + 1,
+            seq_start=seq_start,
+            seq_end=seq_end,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            dtype=DType(dtype),
+            nonce=0,
+            checksum=0,
+        )
     )
 
 
-def plain_header(num_cells: int, nonce: int, checksum: int) -> KVCacheTransferHeader:
-    """The header of a unit that belongs to no request."""
-    return _plain_header(num_cells).attempt(nonce, checksum)
-
-
 @lru_cache(maxsize=4096)
-def _plain_header(num_cells: int) -> KVCacheTransferHeader:
-    return KVCacheTransferHeader(
-        request_id=PLAIN,
-        layer_start=0,
-        layer_end=1,
-        seq_start=0,
-        seq_end=num_cells,
-        num_heads=1,
-        head_dim=1,
-        dtype=DType.INT8,
-        nonce=0,
-        checksum=0,
+def plain_header(num_cells: int) -> PackedHeader:
+    """The header of a unit that belongs to no request."""
+    return PackedHeader(
+        KVCacheTransferHeader(
+            request_id=PLAIN,
+            layer_start=0,
+            layer_end=1,
+            seq_start=0,
+            seq_end=num_cells,
+            num_heads=1,
+            head_dim=1,
+            dtype=DType.INT8,
+            nonce=0,
+            checksum=0,
+        )
     )
 
 
 def check_header(
-    header: KVCacheTransferHeader, expected: KVCacheTransferHeader, *, peer: str, transport: str, cells: int
+    raw: bytes, found: int, expected: PackedHeader, checksum: int, *, peer: PeerName, transport: str, cells: int
 ) -> None:
     """Refuse a header that is not the one these bytes must have.
 
+    Args:
+        raw, found: its bytes, and the checksum that `read_stamps` found in them.
+
     Raises:
-        FrameRefused: it describes something else.
+        FrameRefused, RemoteProtocolError: it describes something else, or is none.
         ChecksumMismatch: it describes the right thing with another checksum.
     """
-    if header == expected:
+    described = expected.is_attempt(raw)
+    if described and found == checksum:
         return
-    for name in ("request_id", "layer_start", "seq_start", "seq_end", "num_heads", "head_dim", "dtype"):
-        theirs, ours = getattr(header, name), getattr(expected, name)
-        if theirs != ours:
-            raise FrameRefused(peer=peer, reason=f"header says {name} {theirs}, expected {ours}")
-    raise ChecksumMismatch(peer=peer, transport=transport, bad=cells, total=cells, layer=header.layer_start)
+    if not described:
+        theirs, ours = KVCacheTransferHeader.unpack(raw), expected.header
+        for name in _DESCRIBED:
+            if getattr(theirs, name) != getattr(ours, name):
+                difference = f"header says {name} {getattr(theirs, name)}, expected {getattr(ours, name)}"
+                raise FrameRefused(peer=str(peer), reason=difference)
+    raise ChecksumMismatch(
+        peer=str(peer), transport=transport, bad=cells, total=cells, layer=expected.header.layer_start
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -99,30 +100,33 @@ class Unit:
 
     def head(self, nonce: int, checks: list[int], codec: Codec = Codec.NONE) -> UnitHead:
         """What the owner is told. `checks` of a read are not known yet: pass an empty list."""
-        sizes = checked = self.cells.sizes.tolist()
-        geometry = None if codec.lossless else self.geometry()
-        if geometry is not None:
-            checked = [encoded_cell_nbytes(codec, geometry)] * len(sizes)
-        checksum = combined(checks, checked) if checks else 0
-        if self.ticket is not None:
-            header = ticket_header(self.ticket, self.layer, self.start, self.end, nonce, checksum)
-            runs: list[int] = []
+        geometry = None if codec is Codec.NONE or codec.lossless else self.geometry()
+        if geometry is None:
+            checked = self.cells.size_list()
         else:
-            header = plain_header(len(sizes), nonce, checksum)
-            runs = self.cells.remote_runs()
+            checked = [encoded_cell_nbytes(codec, geometry)] * len(self.cells)
+        checksum = combined(checks, checked)
+        if self.ticket is not None:
+            header = ticket_header(self.ticket, self.layer, self.start, self.end)
+            ticket, runs = self.ticket.ticket, NO_RUNS
+        else:
+            header = plain_header(len(checked))
+            ticket, runs = 0, self.cells.remote_runs()
         return UnitHead(
-            ticket=self.ticket.ticket if self.ticket is not None else 0,
-            region=self.region,
-            layer=self.layer,
-            start=self.start,
-            end=self.end,
-            runs=runs,
-            checks=pack_checks(checks),
-            header=header.pack(),
-            notif=self.notif,
-            codec=codec_name(codec),
+            ticket,
+            self.region,
+            self.layer,
+            self.start,
+            self.end,
+            runs,
+            pack_checks(checks),
+            header.attempt(nonce, checksum),
+            self.notif,
+            codec_name(codec),
         )
 
+
+NO_RUNS: Final[list[int]] = []
 
 NonceSource = Callable[[], int]
 """Draws the nonce of the next attempt; grows by one."""

@@ -7,8 +7,8 @@ from typing import Final, Self
 from kv_core.ids import NodeId, RegionId
 from kv_transport import limits
 from kv_transport.descriptors import cut_units, split_pieces
+from kv_transport.direct import Posting
 from kv_transport.errors import GrantRefused, InvalidDescriptor, TransferTooLarge, XferActive
-from kv_transport.flow import Flow
 from kv_transport.regions import RegionTable, XferDesc
 from kv_transport.tickets import RegionInfo
 from kv_transport.types import Access, TransferPriority, TransferStats, XferOp, XferState
@@ -64,7 +64,7 @@ class Xfer:
         self.notif = notif
         self.priority = priority
         self._on_release = on_release
-        self._flow: Flow | None = None
+        self._posting: Posting | None = None
         self._gone = False
         self._units: list[Unit] = []
         self.total_bytes: Final = sum(desc.nbytes for desc in local)
@@ -74,7 +74,7 @@ class Xfer:
     def state(self) -> XferState:
         if self._gone:
             return XferState.RELEASED
-        return self._flow.state if self._flow is not None else XferState.PENDING
+        return self._posting.state if self._posting is not None else XferState.PENDING
 
     def units(self, regions: RegionTable, unit_bytes: int) -> list[Unit]:
         """For the agent: what to post, made once however often the transfer is posted."""
@@ -82,16 +82,15 @@ class Xfer:
             self._units = plain_units(self, regions, unit_bytes)
         return self._units
 
-    def begin(self, flow: Flow) -> None:
+    def begin(self, posting: Posting) -> None:
         """For the agent: this is the posting at work."""
-        self._flow = flow
+        self._posting = posting
 
     def require_idle(self, action: str) -> None:
         """Raise `XferActive` while it is in flight, or after it was released."""
-        state = self.state
-        active = self._flow is not None and not self._flow.at_rest
-        if active or (state is XferState.RELEASED and action != "release"):
-            raise XferActive(xfer=self.name, state=state.value, action=action)
+        active = self._posting is not None and not self._posting.at_rest
+        if active or (self._gone and action != "release"):
+            raise XferActive(xfer=self.name, state=self.state.value, action=action)
 
     async def done(self, timeout_ms: int | None = None) -> TransferStats:
         """Until every byte is verified at its destination.
@@ -101,9 +100,9 @@ class Xfer:
             XferActive: it was never posted.
             TransportError: it failed and its memory is free.
         """
-        if self._flow is None:
+        if self._posting is None:
             raise XferActive(xfer=self.name, state=self.state.value, action="waiting before it is posted")
-        return await self._flow.wait(timeout_ms)
+        return await self._posting.wait(timeout_ms)
 
     def release(self) -> None:
         """End the handle. Raises `XferActive` while its memory is in use. Idempotent."""
@@ -119,8 +118,8 @@ class Xfer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Waits until the memory is free, then releases."""
-        if self._flow is not None:
-            await self._flow.released()
+        if self._posting is not None:
+            await self._posting.released()
         self.release()
 
 

@@ -114,6 +114,10 @@ class Link(abc.ABC):
 
     # What users of a link call.
 
+    def moves_at_once(self, unit: Unit) -> bool:
+        """Whether `post` moves that unit itself, so that a place in the queue would cost more than it is worth."""
+        return False
+
     def post(self, unit: Unit, settle: SettleUnit) -> None:
         """Begin a unit. `settle(None)` when it is verified at its destination, else with the reason."""
         if self.lost is not None:

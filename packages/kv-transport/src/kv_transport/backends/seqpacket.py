@@ -20,6 +20,10 @@ from kv_transport.poster import LoopPoster
 BACKLOG_FRAMES_MAX: Final = 16 * 1024
 """Frames that wait for a peer that does not read. In good order a window of units and some notifications wait."""
 
+# Plain integers: with the enumerations of `socket` their arithmetic costs as much as the call.
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CUT: Final = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 _FDS_PER_FRAME: Final = 1
 _ANCILLARY: Final = socket.CMSG_SPACE(_FDS_PER_FRAME * array("i").itemsize)
 
@@ -40,8 +44,6 @@ class FrameSocket:
         poster: LoopPoster,
         on_frame: FrameHandler,
         on_end: Callable[[str], None],
-        *,
-        takes_descriptors: bool,
     ) -> None:
         self._sock = sock
         self._fd = sock.fileno()
@@ -49,7 +51,8 @@ class FrameSocket:
         self._poster = poster
         self._on_frame = on_frame
         self._on_end = on_end
-        self._takes_descriptors = takes_descriptors
+        self.takes_descriptors = False
+        """Set it while descriptors are awaited; else the kernel drops those that come, and receiving is cheaper."""
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()
         self._writing = False
@@ -104,9 +107,9 @@ class FrameSocket:
     def _transmit(self, data: bytes, fds: Sequence[int]) -> None:
         if fds:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            self._sock.sendmsg([data], rights, _NO_SIGNAL)
         else:
-            self._sock.send(data, socket.MSG_NOSIGNAL)
+            self._sock.send(data, _NO_SIGNAL)
 
     def _watch_writable(self) -> None:
         if not self._closed and not self._writing:
@@ -135,12 +138,11 @@ class FrameSocket:
         # One frame a turn: to find that there is no second one costs as much as the turn in which the loop tells of it.
         fds: list[int] = []
         try:
-            if self._takes_descriptors:
-                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._view], _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+            if self.takes_descriptors:
+                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._view], _ANCILLARY, _CLOSE_ON_EXEC)
                 fds = _descriptors(ancillary)
-                cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+                cut = bool(flags & _CUT)
             else:
-                # Descriptors that nobody asked for are dropped by the kernel.
                 nbytes = self._sock.recv_into(self._buffer)
                 cut = nbytes > limits.CONTROL_FRAME_BYTES_MAX
         except (BlockingIOError, InterruptedError):

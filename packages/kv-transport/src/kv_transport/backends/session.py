@@ -86,9 +86,13 @@ class OwnerSession(abc.ABC):
     def _lost(self, cause: str) -> None:
         self._finish(ConnectionLost(peer=str(self.peer), transport=self.scheme, cause=cause), clean=False)
 
-    def _received(self, frame: FromInitiator) -> None:
+    def _hear(self) -> None:
+        """The peer lives."""
         self._heard_ns = self._around.clock.monotonic_ns()
         self._silent = False
+
+    def _received(self, frame: FromInitiator) -> None:
+        self._hear()
         ledger = self._around.ledger
         match frame:
             case Open():

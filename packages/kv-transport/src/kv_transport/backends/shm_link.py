@@ -48,24 +48,31 @@ class ShmLink(Link):
     ) -> None:
         super().__init__(around, peer.name, nonces, owner)
         self._workers = workers
-        self._socket = FrameSocket(
-            sock, around.loop, around.poster, self._on_frame, self._on_end, takes_descriptors=True
-        )
+        self._peer_text = str(peer.name)
+        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._on_end)
         self._maps: dict[tuple[int, bool], _Mapping] = {}
         self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
         self._descriptors: dict[int, int] = {}
+        self._mapping_now = 0
         self._jobs = 0
         self._busy: dict[int, int] = {}
 
     # Mapping.
 
+    def moves_at_once(self, unit: Unit) -> bool:
+        return unit.nbytes <= limits.INLINE_COPY_BYTES_MAX and self._mapping(unit) is not None
+
+    def _mapping(self, unit: Unit) -> _Mapping | None:
+        """A writable one serves reads, too."""
+        found = self._maps.get((unit.region, True))
+        return found if found is not None or unit.op is XferOp.WRITE else self._maps.get((unit.region, False))
+
     def _begin(self, seq: int, unit: Unit) -> None:
-        key = (unit.region, unit.op is XferOp.WRITE)
-        # A writable mapping serves reads, too.
-        memory = self._maps.get((unit.region, True)) or self._maps.get(key)
+        memory = self._mapping(unit)
         if memory is not None:
             self._start(seq, unit, memory)
             return
+        key = (unit.region, unit.op is XferOp.WRITE)
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append((seq, unit))
@@ -76,6 +83,8 @@ class ShmLink(Link):
     async def _map(self, key: tuple[int, bool], ticket: int) -> None:
         region, write = key
         error: KVError | None = None
+        self._mapping_now += 1
+        self._socket.takes_descriptors = True
         try:
             reply = await self._ask(lambda seq: Map(seq, region, ticket, write))
             if not isinstance(reply, Mapped) or reply.seq not in self._descriptors:
@@ -87,6 +96,9 @@ class ShmLink(Link):
                 self._maps[key] = MappedBuffer(fd, reply.nbytes, writable=write)
         except KVError as refused:
             error = refused
+        finally:
+            self._mapping_now -= 1
+            self._socket.takes_descriptors = self._mapping_now > 0
         waiting = self._waiting.pop(key, [])
         if self.lost is not None:
             return  # they were settled when the link broke
@@ -100,17 +112,23 @@ class ShmLink(Link):
 
     def _start(self, seq: int, unit: Unit, memory: _Mapping) -> None:
         ticket = unit.ticket.ticket if unit.ticket is not None else 0
+        if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
+            # Here, on the loop: nothing that ends the link or fences the ticket comes in between.
+            error = self._move(seq, unit, memory, ticket, self._nonces())
+            if error is not None or unit.op is XferOp.READ:
+                self._settle(seq, error)
+            return
         self._jobs += 1
         self._busy[ticket] = self._busy.get(ticket, 0) + 1
-        job = partial(self._move, seq, unit, memory, ticket, self._nonces())
-        if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
-            job()
-        else:
-            self._workers.submit(job)
+        self._workers.submit(partial(self._work, seq, unit, memory, ticket, self._nonces()))
 
-    def _move(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> None:
-        """Runs in a worker, or on the loop for few bytes. Always ends in `_moved`."""
-        error: KVError | None = None
+    def _work(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> None:
+        """Runs in a worker. Always ends in `_moved`."""
+        error = self._move(seq, unit, memory, ticket, nonce)
+        self._around.poster.post(partial(self._moved, seq, unit, ticket, error))
+
+    def _move(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> KVError | None:
+        """Move the bytes; the error that came of it."""
         try:
             self._check_shape(unit, memory)
             if unit.op is XferOp.WRITE:
@@ -118,15 +136,15 @@ class ShmLink(Link):
             else:
                 self._read(unit, memory, self._stopped(ticket))
         except CopyStopped:
-            error = self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
+            return self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
         except IndexError:
             # Our own side was checked when the transfer was made.
-            error = FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
+            return FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
         except KVError as refused:
-            error = refused
+            return refused
         except Exception as bug:
-            error = LocalProtocolError(detail=f"moving a unit raised {bug!r}")
-        self._around.poster.run(partial(self._moved, seq, unit, ticket, error))
+            return LocalProtocolError(detail=f"moving a unit raised {bug!r}")
+        return None
 
     def _stopped(self, ticket: int) -> Callable[[], bool]:
         return lambda: self.lost is not None or ticket in self._fences
@@ -198,7 +216,7 @@ class ShmLink(Link):
 
     def _on_frame(self, data: memoryview, fds: list[int]) -> None:
         try:
-            frame = decode_from_owner(data, str(self.peer))
+            frame = decode_from_owner(data, self._peer_text)
         except FrameRefused as error:
             for fd in fds:
                 os.close(fd)

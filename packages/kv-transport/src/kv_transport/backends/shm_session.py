@@ -32,9 +32,8 @@ class ShmSession(OwnerSession):
         super().__init__(around, peer, self._connection_over)
         self._gone = on_end
         self._pidfd = -1
-        self._socket = FrameSocket(
-            sock, around.loop, around.poster, self._on_frame, self._lost, takes_descriptors=False
-        )
+        self._peer_text = str(peer)
+        self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
         try:
             self._pidfd = os.pidfd_open(pid)
             around.loop.add_reader(self._pidfd, self._process_exited)
@@ -52,27 +51,31 @@ class ShmSession(OwnerSession):
         for fd in fds:
             os.close(fd)  # nobody asked for one
         try:
-            frame = decode_from_initiator(data, str(self.peer))
+            frame = decode_from_initiator(data, self._peer_text)
         except FrameRefused as error:
             self._offence(str(error))
             return
-        self._received(frame)
+        if isinstance(frame, Placed):
+            self._hear()
+            self._placed(frame)
+        else:
+            self._received(frame)
 
     def _received_other(self, frame: FromInitiator) -> None:
-        match frame:
-            case Placed():
-                self._placed(frame)
-            case Map():
-                self._map(frame)
-            case _:
-                super()._received_other(frame)
+        if isinstance(frame, Map):
+            self._map(frame)
+        else:
+            super()._received_other(frame)
 
     def _placed(self, frame: Placed) -> None:
-        ledger = self._around.ledger
         try:
-            ledger.land(ledger.admit(self, frame.unit))
+            self._around.ledger.place(self, frame.unit)
         except KVError as error:
             self._send(refusal(frame.seq, error))
+            return
+        if frame.unit.notif:
+            # Whoever waits for the notification is woken first: the writer does not wait, it has gone on.
+            self._around.loop.call_soon(self._send, Acked(frame.seq))
         else:
             self._send(Acked(frame.seq))
 

@@ -1,0 +1,263 @@
+"""Few bytes over a standing link are moved by the caller's own call; what goes wrong is handled as for any transfer."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_core.ids import NodeId
+from kv_transport import Access, SharedBuffer, XferDesc, XferOp, XferState, kernels, limits
+from kv_transport.backends.base import Link
+from kv_transport.config import TransportName
+from kv_transport.errors import (
+    AgentClosed,
+    ChecksumMismatch,
+    ConnectionLost,
+    InvalidDescriptor,
+    NoTransport,
+    TransferTimeout,
+    UnknownRegion,
+)
+from kv_transport.frames import Acked, FromOwner
+from kv_transport.peers import Peer
+from kv_transport.regions import MemoryRegion
+from kv_transport.xfer import Xfer
+from tests.transport.helpers_transport import NO_RESERVE, Node, introduce, pair
+
+DECODE = NodeId("decode")
+NBYTES = 4_096
+LOST = ConnectionLost(peer="decode", transport="shm", cause="pulled out")
+
+
+@dataclass
+class Ready:
+    """Two agents with a link of shm between them that has carried something, and a small put."""
+
+    left: Node
+    right: Node
+    mine: MemoryRegion
+    theirs: MemoryRegion
+    put: Xfer
+    held: list[FromOwner]
+
+    @property
+    def peer(self) -> Peer:
+        return self.left.agent.peer(DECODE)
+
+    @property
+    def link(self) -> Link:
+        (link,) = self.peer.links
+        return link
+
+    def xfer(self, op: XferOp, nbytes: int = NBYTES) -> Xfer:
+        ours, others = [XferDesc(self.mine.region, 0, nbytes)], [XferDesc(self.theirs.region, 0, nbytes)]
+        notif = b"placed" if op is XferOp.WRITE else b""
+        return self.left.agent.initialize_xfer(op, ours, others, DECODE, notif=notif)
+
+    def fill(self, seed: int) -> None:
+        self.mine.memory.data[:] = np.random.default_rng(seed).integers(0, 256, self.mine.nbytes, np.uint8)
+
+    def arrived(self, nbytes: int = NBYTES) -> bool:
+        return bytes(self.theirs.memory.data_view[:nbytes]) == bytes(self.mine.memory.data_view[:nbytes])
+
+    def state(self) -> str:
+        return self.put.state.value
+
+    def notified(self) -> int:
+        return len(self.right.agent._notifs)
+
+    def hold_acks(self) -> None:
+        """What the peer acknowledges from now on stays on its way."""
+        received = self.link._received
+
+        def hold(frame: FromOwner) -> None:
+            if isinstance(frame, Acked):
+                self.held.append(frame)
+            else:
+                received(frame)
+
+        self.link._received = hold  # type: ignore[method-assign]
+
+    def deliver_acks(self) -> None:
+        link = self.link
+        del link._received
+        for frame in self.held:
+            link._received(frame)
+
+
+@contextlib.asynccontextmanager
+async def ready(tmp_path: Path, transport: TransportName = "shm", window_size: int = 8) -> AsyncIterator[Ready]:
+    with (
+        SharedBuffer.create(4 << 20, "one", budget=NO_RESERVE) as one,
+        SharedBuffer.create(4 << 20, "two", budget=NO_RESERVE) as two,
+    ):
+        async with pair(transport, tmp_path, window_size=window_size) as (left, right):
+            mine = left.agent.register_memory(one)
+            theirs = right.agent.register_memory(two, Access.WRITE)
+            introduce(left, right)
+            ours, others = [XferDesc(mine.region, 0, 64)], [XferDesc(theirs.region, 0, 64)]
+            first = left.agent.initialize_xfer(XferOp.WRITE, ours, others, DECODE)
+            left.agent.transfer(first)
+            await first.done(20_000)
+            found = Ready(left, right, mine, theirs, first, [])
+            found.put = found.xfer(XferOp.WRITE)
+            found.fill(1)
+            yield found
+
+
+async def test_a_small_put_is_moved_by_the_call_and_listed_until_it_is_acknowledged(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        agent, before = it.left.agent, it.left.agent.stats()
+        agent.transfer(it.put)
+        assert it.arrived() and it.state() == "posted"
+        assert it.peer.flows == [] and it.link.units_posted == 1
+        (item,) = agent.inventory().work
+        assert (item.kind, item.ident, item.owner) == ("transfer", it.put.name, "decode#1")
+        with pytest.raises(InvalidDescriptor):
+            agent.deregister_memory(it.mine.region)
+        stats = await it.put.done(20_000)
+        assert (stats.nbytes, stats.units, stats.retries, stats.transports) == (NBYTES, 1, 0, {"shm": NBYTES})
+        assert it.state() == "done" and it.notified() == 1
+        after = agent.stats()
+        assert after.sent_bytes["shm"] - before.sent_bytes["shm"] == NBYTES
+        assert after.transfers_done - before.transfers_done == 1
+        assert agent.inventory().work == it.right.agent.inventory().work == ()
+        agent.deregister_memory(it.mine.region)
+
+
+async def test_a_small_get_is_over_when_the_call_returns(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        get = it.xfer(XferOp.READ)
+        it.left.agent.transfer(get)
+        await get.done()  # maps the region for reading, or finds it mapped
+        it.theirs.memory.data[:] = 9
+        it.left.agent.transfer(get)
+        assert get.state is XferState.DONE and it.arrived()
+        assert (await get.done()).nbytes == NBYTES
+
+
+async def test_what_is_too_long_for_the_loop_takes_the_queue(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        for nbytes, direct in [(limits.INLINE_COPY_BYTES_MAX, True), (limits.INLINE_COPY_BYTES_MAX + 1, False)]:
+            put = it.xfer(XferOp.WRITE, nbytes)
+            it.left.agent.transfer(put)
+            assert (it.peer.flows == []) is direct
+            await put.done(20_000)
+            assert it.arrived(nbytes)
+
+
+async def test_nothing_is_overtaken(tmp_path: Path) -> None:
+    """With the window full, a small put waits in the queue as everything else does."""
+    async with ready(tmp_path, window_size=1) as it:
+        other = it.xfer(XferOp.WRITE)
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        it.left.agent.transfer(other)
+        assert it.link.units_posted == 1 and it.peer.units_waiting == 1
+        await other_than_done(other)
+        it.deliver_acks()
+        await it.put.done(20_000)
+        await other.done(20_000)
+
+
+async def other_than_done(xfer: Xfer) -> None:
+    with pytest.raises(TransferTimeout):
+        await xfer.done(20)
+    assert xfer.state is XferState.POSTED
+
+
+async def test_waiting_with_a_timeout_leaves_it_at_work(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        await other_than_done(it.put)
+        it.deliver_acks()
+        assert (await it.put.done()).nbytes == NBYTES
+
+
+@pytest.mark.parametrize("times", [1, limits.CHECKSUM_RETRIES_MAX, 1_000])
+async def test_bytes_that_do_not_pass_are_put_again_and_never_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    async with ready(tmp_path) as it:
+        whole, left = kernels.copy_unsealed_cells, [times]
+
+        def torn(to: memoryview, source: memoryview, cells: kernels.CellTable) -> tuple[list[int], list[int]]:
+            arrived, read = whole(to, source, cells)
+            if not left[0]:
+                return arrived, read
+            left[0] -= 1
+            return [arrived[0] ^ 1, *arrived[1:]], read
+
+        monkeypatch.setattr(kernels, "copy_unsealed_cells", torn)
+        it.left.agent.transfer(it.put)
+        assert it.notified() == 0 and it.state() == "posted"
+        if times > limits.CHECKSUM_RETRIES_MAX:
+            with pytest.raises(ChecksumMismatch):
+                await it.put.done(20_000)
+            assert it.state() == "failed" and it.notified() == 0
+            assert it.left.agent.stats().transfers_failed == 1
+        else:
+            stats = await it.put.done(20_000)
+            assert stats.retries == times and it.arrived() and it.notified() == 1
+        failures = min(times, 1 + limits.CHECKSUM_RETRIES_MAX)
+        assert it.left.agent.stats().checksum_failures == failures == it.peer.failed_units
+        assert it.left.agent.inventory().work == ()
+        monkeypatch.undo()
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+
+
+async def test_what_the_owner_refuses_fails_with_its_reason(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.right.agent.deregister_memory(it.theirs.region)
+        it.left.agent.transfer(it.put)
+        with pytest.raises(UnknownRegion):
+            await it.put.done(20_000)
+        assert it.put.state is XferState.FAILED and it.notified() == 0
+        assert it.right.agent.stats().units_refused == 1
+        assert it.left.agent.inventory().work == ()
+        it.left.agent.deregister_memory(it.mine.region)
+
+
+async def test_a_link_that_breaks_before_the_answer_is_followed_by_the_next_transport(tmp_path: Path) -> None:
+    async with ready(tmp_path, "auto") as it:
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        it.link.fail(LOST)
+        stats = await it.put.done(20_000)
+        assert stats.transports == {"tcp": NBYTES} and stats.retries == 1 and it.arrived()
+        assert it.left.agent.stats().peers[0].transports == ("tcp",)
+        assert it.left.agent.inventory().work == ()
+
+
+async def test_a_peer_that_is_gone_for_good_is_an_error(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        await it.right.agent.close()
+        with pytest.raises((ConnectionLost, NoTransport)):
+            await it.put.done(20_000)
+        assert it.put.state is XferState.FAILED
+        assert it.left.agent.inventory().work == ()
+
+
+async def test_closing_the_agent_answers_what_is_on_its_way(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        await it.left.agent.close()
+        with pytest.raises(AgentClosed):
+            await it.put.done(20_000)
+        it.put.release()
+
+
+async def test_memory_that_is_closed_is_not_read(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.deregister_memory(it.mine.region)
+        with pytest.raises(UnknownRegion):
+            it.left.agent.transfer(it.put)
+        assert it.notified() == 0 and it.left.agent.inventory().work == ()
