@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kv_bus.actor import Actor
@@ -25,11 +25,12 @@ from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, Role
 from kv_services.errors import NodeError, PeerDiedError, RequestExpiredError, UnknownRequestError
 from kv_services.event_log import EventLog
-from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Timings, Token, Usage
+from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Token
 from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError, OverloadedError
+from kv_services.gateway.figures import Figures
 from kv_services.gateway.oversize import Oversize
 from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
-from kv_services.gateway.placing import NodeChoice, Placer
+from kv_services.gateway.placing import Placer
 from kv_services.gateway.routing_state import (
     ClientGone,
     DeadlinePassed,
@@ -85,6 +86,8 @@ MAX_ATTEMPTS: Final = 4
 RETRY_DELAY_NS: Final = 50_000_000
 END_TIMEOUT_NS: Final = 1_000_000_000
 END_TRIES: Final = 3
+FIGURES_WAIT_S: Final = 0.1
+"""How long the end of a whole answer waits for what the prefill node has to tell of it."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,17 +134,6 @@ class GatewayContext:
         )
 
 
-@dataclass(slots=True)
-class _Figures:
-    """What is known of the last attempt, for the answer's timings."""
-
-    choice: NodeChoice | None = None
-    coordinator: str = ""
-    reserved: DecodeReserved | None = None
-    prefill: PrefillDone | None = None
-    retries: list[str] = field(default_factory=list)
-
-
 class RequestActor(Actor[Event, Effect]):
     """One request at the gateway that holds its client."""
 
@@ -155,8 +147,9 @@ class RequestActor(Actor[Event, Effect]):
         self._hashes = hash_packed(self._namespace, request.prompt_token_ids)
         self._confirmed: list[int] = []
         self._unread: deque[Token] = deque()
-        self._figures = _Figures()
+        self._figures = Figures()
         self._after = b""
+        self._reason: FinishReason | None = None
         self._finished: Finished | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self.stream = TokenStream(
@@ -195,8 +188,11 @@ class RequestActor(Actor[Event, Effect]):
                 )
                 self._feed()
             case Succeed(reason):
-                self._finished = Finished(FinishReason(reason), self._usage(), self._timings())
-                self._feed()
+                self._reason = FinishReason(reason)
+                if self._figures.awaited:
+                    asyncio.get_running_loop().call_later(FIGURES_WAIT_S, self._tell_end)
+                else:
+                    self._tell_end()
                 self._ctx.metrics.requests.labels("ok").inc()
                 self._end()
             case Fail(error):
@@ -244,7 +240,7 @@ class RequestActor(Actor[Event, Effect]):
             except KVError as error:
                 return PlacementFailed(error)
             if pieces:
-                self._figures = _Figures(coordinator=pieces[0].node, retries=self._figures.retries)
+                self._figures = Figures(coordinator=pieces[0].node, retries=self._figures.retries)
                 return Placed(pieces[0].node, None, pieces)
             decode, prefill = ctx.oversize.roomy(decode, prefill, *sizes_of(self._request))
         holders = ctx.index.lookup(self._hashes)
@@ -253,7 +249,7 @@ class RequestActor(Actor[Event, Effect]):
         held = {match.holder.node: match.num_blocks for match in holders}
         coming = ctx.in_flight.coming(self._hashes, held) if ctx.in_flight else {}
         choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill, coming)
-        self._figures = _Figures(choice, retries=self._figures.retries)
+        self._figures = Figures(choice, retries=self._figures.retries)
         ctx.placer.assign(choice.decode.node, request_id, 1)
         if choice.prefill is not None:
             ctx.placer.assign(choice.prefill.node, request_id, choice.prefill.new_blocks + 1)
@@ -319,10 +315,14 @@ class RequestActor(Actor[Event, Effect]):
             retention=self._retention(),
         )
 
+        figures = self._figures
+        figures.prefill_asked = True
+
         def outcome(reply: Message | KVError) -> None:
             self._prefill_over(effect.prefill)
             if isinstance(reply, PrefillDone):
-                self._figures.prefill = reply
+                figures.prefill = reply
+                self._tell_end()
                 self.complete(PrefillEnded(effect.epoch))
             else:
                 error = _error_of(reply)
@@ -356,27 +356,13 @@ class RequestActor(Actor[Event, Effect]):
         if not self._unread and self._finished is not None:
             self.stream.finish(self._finished)
 
-    def _usage(self) -> Usage:
-        figures, num_prompt = self._figures, len(self._request.prompt_token_ids)
-        cached = figures.reserved.cached_tokens if figures.reserved else 0
-        if figures.prefill is not None:
-            cached = figures.prefill.local_tokens + figures.prefill.pulled_tokens
-        return Usage(num_prompt, len(self._confirmed), min(cached, num_prompt))
-
-    def _timings(self) -> Timings:
-        figures, done = self._figures, self._figures.prefill
-        attempts = len(figures.retries) + 1
-        decode = figures.choice.decode.node if figures.choice else figures.coordinator
-        if done is None or figures.choice is None or figures.choice.prefill is None:
-            return Timings(decode_node=decode, attempts=attempts)
-        return Timings(
-            decode_node=decode,
-            prefill_node=figures.choice.prefill.node,
-            kv_bytes_moved=done.bytes_moved,
-            transport=done.transport,
-            handover_ns=done.handover_ns,
-            attempts=attempts,
-        )
+    def _tell_end(self) -> None:
+        """Say that the answer is whole, once, with what is known of it by now."""
+        if self._reason is None or self._finished is not None or self.stream.ended:
+            return
+        usage = self._figures.usage(len(self._request.prompt_token_ids), len(self._confirmed))
+        self._finished = Finished(self._reason, usage, self._figures.timings())
+        self._feed()
 
     def _deadline(self) -> None:
         timeout_s = self._ctx.config.limits.request_timeout_s
