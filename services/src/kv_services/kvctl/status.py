@@ -137,6 +137,7 @@ def render(config: ClusterConfig, rows: Sequence[NodeStatus]) -> Group:
     for row in rows:
         table.add_row(row.node.id, row.node.role.value, *_cells(row), row.node.http_url)
     notes = [f"{row.node.id}: {alert}" for row in rows if row.report for alert in row.report.alerts]
+    notes += _pieces(rows)
     notes += _disagreements(rows)
     notes += _mixed_wires(rows)
     well = sum(row.well for row in rows)
@@ -162,6 +163,19 @@ def _cells(row: NodeStatus) -> tuple[str, str, str, str, str, str]:
         for name, tier in report.tiers.items()
     )
     return f"[{colour}]{report.state}[/{colour}]", slots, tiers, str(report.running), str(report.waiting), used
+
+
+def _pieces(rows: Sequence[NodeStatus]) -> list[str]:
+    """Requests that several nodes hold, each with where its pieces lie."""
+    held: dict[tuple[str, int, str], list[str]] = {}
+    for row in rows:
+        for shard in row.report.shards if row.report else ():
+            where = f"{row.node.id} layers {shard.layers} tokens {shard.tokens} ({shard.slots} slots)"
+            held.setdefault((shard.request, shard.epoch, shard.coordinator), []).append(where)
+    return [
+        f"{request} attempt {epoch}, coordinated by {coordinator}, is held in pieces: {'; '.join(pieces)}"
+        for (request, epoch, coordinator), pieces in sorted(held.items())
+    ]
 
 
 def _disagreements(rows: Sequence[NodeStatus]) -> list[str]:
