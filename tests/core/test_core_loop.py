@@ -235,6 +235,15 @@ def test_a_timer_is_due_by_the_clock_that_it_was_armed_by() -> None:
     assert run_virtual(main) == 0
 
 
+def test_delays_add_up_to_the_nanosecond() -> None:
+    async def main(clock: LoopClock) -> int:
+        for _ in range(1_000):
+            await asyncio.sleep(0.01)
+        return clock.monotonic_ns()
+
+    assert run_virtual(main) == 10_000_000_000
+
+
 def test_timers_that_were_cancelled_do_not_fire_and_do_not_pile_up() -> None:
     async def main(clock: LoopClock) -> list[str]:
         fired: list[str] = []

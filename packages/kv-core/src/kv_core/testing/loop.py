@@ -100,6 +100,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._arm(timer)
         return timer
 
+    def call_later(
+        self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        # In whole nanoseconds: a sum of floats may lie just above the instant that is meant.
+        return self.call_at((self._now_ns + round(delay * _BILLION)) / _BILLION, callback, *args, context=context)
+
     def _check_open(self) -> None:
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
