@@ -10,7 +10,7 @@ from kv_bus.control import CONTROL, EventHead, Hello, HelloReply
 from kv_bus.endpoint import Endpoint
 from kv_bus.errors import BusTimeout, ConnectionLost, UnexpectedReply, WrongCluster, WrongIncarnation
 from kv_bus.interface import DEFERRED, PeerAddress, PeerRestarted, PeerState
-from kv_bus.limits import HELLO_TIMEOUT_NS, MAX_REQUEST_TIMEOUT_NS, SEND_TTL_NS
+from kv_bus.limits import EVENT_HEAD_INTERVAL_NS, HELLO_TIMEOUT_NS, MAX_REQUEST_TIMEOUT_NS, SEND_TTL_NS
 from kv_bus.stamps import LamportStamper
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import Incarnation, NodeId
@@ -66,6 +66,7 @@ class TestCarrier:
         self.wires: dict[str, TestWire] = {}
         self.event_sinks: dict[str, EventSink] = {}
         self.replies: list[Envelope] = []
+        self.published: list[tuple[float, Envelope]] = []
         self.outcome = ReplyOutcome.SENT
         self.sink: RequestSink | None = None
 
@@ -94,7 +95,8 @@ class TestCarrier:
             self.replies.append(decode(data, KNOWN))
         return self.outcome
 
-    def publish(self, data: bytes) -> None: ...
+    def publish(self, data: bytes) -> None:
+        self.published.append((asyncio.get_running_loop().time(), decode(data, KNOWN)))
 
     def stats(self) -> CarrierStats:
         return CarrierStats()
@@ -308,6 +310,25 @@ def test_events_count_only_from_their_origin_and_with_a_number() -> None:
         }
         sink.event_arrived(frame(EventHead(3), B, target=0, call_id=0))
         assert listener.order == ["event 1", "gap 2-3"]
+
+    run(scenario)
+
+
+def test_the_head_is_repeated_while_nothing_is_published_and_not_between_events() -> None:
+    interval_s = EVENT_HEAD_INTERVAL_NS / 1e9
+
+    async def scenario(bus: Endpoint, carrier: TestCarrier) -> None:
+        await asyncio.sleep(3 * interval_s)
+        assert carrier.published == []  # there is nothing to miss yet
+        for number in range(20):
+            bus.publish(Noted(number))
+            await asyncio.sleep(0.6 * interval_s)
+        assert [type(envelope.body) for _, envelope in carrier.published] == [Noted] * 20
+        last_s = carrier.published[-1][0]
+        await asyncio.sleep(5 * interval_s)
+        heads = [(at, envelope.body) for at, envelope in carrier.published[20:]]
+        assert [body for _, body in heads] == [EventHead(20)] * len(heads)
+        assert heads[0][0] - last_s <= 2 * interval_s and len(heads) >= 4
 
     run(scenario)
 

@@ -3,7 +3,8 @@
 E1: our events are numbered 1, 2, 3, ... in the order of `publish`; a message that cannot be encoded takes no number.
 E2: an event counts only if it came by the connection to its origin, from its living incarnation.
 E3: all subscriptions to one origin share one connection, and each has its own sequencer.
-E4: the head is repeated at a fixed pace, so that a lost last event shows within two of them.
+E4: the head is repeated at a fixed pace while nothing is published, so that a lost last event shows within two
+    intervals; each event shows what was lost before it.
 """
 
 import asyncio
@@ -165,6 +166,7 @@ class Events:
         self._peers = peers
         self._carrier = carrier
         self._sequence = 0
+        self._sequence_at_turn = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -228,7 +230,8 @@ class Events:
 
     def _repeat_head(self) -> None:
         self.start()
-        if self._sequence:
+        silent, self._sequence_at_turn = self._sequence_at_turn == self._sequence, self._sequence
+        if silent and self._sequence:
             try:
                 self._carrier.publish(self._local.encode(EventHead(self._sequence), NO_LIFE, 0, 0))
             except KVError as error:

@@ -114,7 +114,8 @@ ALLOW_LIST_BYTES_MAX: Final = 1 << 20
 """An allow-list or key file larger than this is refused unread."""
 
 EVENT_HEAD_INTERVAL_NS: Final = S // 2
-"""How often a publisher repeats its last sequence, so that the loss of its last event is noticed too."""
+"""How often a publisher that publishes nothing repeats its last sequence, so that the loss of its last event is
+noticed too."""
 
 LAG_PROBE_INTERVAL_NS: Final = 50 * MS
 """How often the loop-lag probe measures."""
