@@ -236,16 +236,20 @@ class NodeTier:
         loop = asyncio.get_running_loop()
         end = loop.time() + CLOSE_TIMEOUT_S
         self.pump()
-        while self._jobs and loop.time() < end:
-            await asyncio.wait(self._jobs, timeout=end - loop.time())
-        self._closing = True
-        stuck = bool(self._jobs)
-        for pool in (self._writer, self._readers):
-            pool.shutdown(wait=not stuck, cancel_futures=True)
-        if stuck:
-            _log.error("tier did not come to rest tier=%s jobs=%d", self.name, len(self._jobs))
-        else:
-            self._store.close()
+        try:
+            while self._jobs and loop.time() < end:
+                await asyncio.wait(self._jobs, timeout=end - loop.time())
+        finally:
+            # Also when whoever closes us has run out of time: what ends later must find no way to the slots, whose
+            # memory goes next.
+            self._closing = True
+            stuck = bool(self._jobs)
+            for pool in (self._writer, self._readers):
+                pool.shutdown(wait=not stuck, cancel_futures=True)
+            if stuck:
+                _log.error("tier did not come to rest tier=%s jobs=%d", self.name, len(self._jobs))
+            else:
+                self._store.close()
 
     def _spill(self, batch: SpillBatch, items: list[tuple[PlacedBlock, Cells]]) -> None:
         def write() -> int:

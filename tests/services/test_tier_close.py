@@ -1,0 +1,26 @@
+"""A tier whose medium answers later than the node has time to close."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.services.helpers_node_tiers import Node
+
+
+async def test_what_ends_after_the_close_was_cut_short_finds_no_way_to_the_slots() -> None:
+    node = Node()
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
+    node.medium.gate.clear()
+    for first in (1, 101):
+        node.compute([*range(first, first + 24)])
+    assert len(node.disk.queue) > 0, "more waits than is under way"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await node.tiers.close()
+    node.arena.close()
+    node.medium.gate.set()
+    while node.disk._jobs:  # noqa: ASYNC110  # a thread ends them, and tells nobody else
+        await asyncio.sleep(0.01)
+    assert not wrong and len(node.medium.places) == 4, "what was under way was written, and nothing more"
