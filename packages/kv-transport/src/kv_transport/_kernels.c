@@ -302,7 +302,9 @@ static void detect(int pclmul, int avx2, int avx512)
     __builtin_cpu_init();
     have_pclmul = pclmul && __builtin_cpu_supports("pclmul");
     have_avx2 = avx2 && __builtin_cpu_supports("avx2");
-    have_avx512 = avx512 && have_pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+    have_avx512 = avx512 && have_pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("vpclmulqdq");
 #else
     (void)pclmul, (void)avx2, (void)avx512;
 #endif
@@ -606,28 +608,27 @@ static inline uint32_t as_bits(float value)
 #define SCALE_BYTE_MAX 255
 #define TOP_MAX 0x4dc3u
 
-static float scale_of[256], inverse_of[256];
+static float scale_of[256];
 
-static float quarter_power(unsigned n) /* 2**((n - 176) / 4), rounded to nearest */
+/* The bits of 2**((n - 176) / 4), rounded to nearest. */
+static inline uint32_t quarter_power(uint32_t n)
 {
-    static const uint32_t quarters[4] = {0x3f800000u, 0x3f9837f0u, 0x3fb504f3u, 0x3fd744fdu};
-    return as_float(quarters[n % 4] + (n / 4 << 23) - (44u << 23));
+    uint32_t root = n & 2 ? (n & 1 ? 0x3fd744fdu : 0x3fb504f3u) : (n & 1 ? 0x3f9837f0u : 0x3f800000u);
+    return root + (n >> 2 << 23) - (44u << 23);
 }
 
 static void make_scales(void)
 {
-    for (unsigned byte = 0; byte < 256; byte++) {
-        scale_of[byte] = quarter_power(byte);
-        inverse_of[byte] = quarter_power(352 - byte);
-    }
+    for (unsigned byte = 0; byte < 256; byte++)
+        scale_of[byte] = as_float(quarter_power(byte));
 }
 
 /* The least scale that brings `top` to at most 464, which rounds to 448, the largest E4M3. */
-static inline unsigned least_scale(unsigned top)
+static inline int32_t least_scale(int32_t top)
 {
-    int mantissa = (int)(top & 0x7f);
-    int byte = 4 * (int)(top >> 7) - 367 + (mantissa > 9) + (mantissa > 36) + (mantissa > 67) + (mantissa > 104);
-    return byte < 0 ? 0 : byte > SCALE_BYTE_MAX ? SCALE_BYTE_MAX : (unsigned)byte;
+    int32_t m = top & 0x7f, byte = 4 * (top >> 7) - 367 + (m > 9) + (m > 36) + (m > 67) + (m > 104);
+    byte = byte < 0 ? 0 : byte;
+    return byte > SCALE_BYTE_MAX ? SCALE_BYTE_MAX : byte;
 }
 
 /* Compiled once for every instruction set, by being inlined into the functions below. */
@@ -646,9 +647,9 @@ BODY float squared_error(float value)
 BODY unsigned choose_scales(uint8_t *restrict scales, float *restrict factor, const uint16_t *restrict from,
                             size_t rows, size_t columns)
 {
-    int16_t top[COLUMNS_MAX];
+    int16_t top[COLUMNS_MAX], worst = 0;
+    int32_t least[COLUMNS_MAX], best[COLUMNS_MAX];
     float inverse[CANDIDATES][COLUMNS_MAX], errors[CANDIDATES][COLUMNS_MAX];
-    unsigned worst = 0;
     memset(top, 0, sizeof(int16_t) * columns);
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < columns; c++) {
@@ -656,14 +657,16 @@ BODY unsigned choose_scales(uint8_t *restrict scales, float *restrict factor, co
             top[c] = magnitude > top[c] ? magnitude : top[c];
         }
     for (size_t c = 0; c < columns; c++) {
-        unsigned least = least_scale((unsigned)top[c]);
-        worst = (unsigned)top[c] > worst ? (unsigned)top[c] : worst;
-        scales[c] = (uint8_t)least;
-        for (unsigned k = 0; k < CANDIDATES; k++)
-            inverse[k][c] = inverse_of[least + k > SCALE_BYTE_MAX ? SCALE_BYTE_MAX : least + k];
+        worst = top[c] > worst ? top[c] : worst;
+        least[c] = least_scale(top[c]);
+        best[c] = 0;
     }
-    for (unsigned k = 0; k < CANDIDATES; k++)
-        memset(errors[k], 0, sizeof(float) * columns);
+    for (int32_t k = 0; k < CANDIDATES; k++)
+        for (size_t c = 0; c < columns; c++) {
+            int32_t byte = least[c] + k > SCALE_BYTE_MAX ? SCALE_BYTE_MAX : least[c] + k;
+            inverse[k][c] = as_float(quarter_power((uint32_t)(352 - byte)));
+            errors[k][c] = 0;
+        }
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < columns; c++) {
             float value = as_float((uint32_t)from[r * columns + c] << 16);
@@ -672,21 +675,21 @@ BODY unsigned choose_scales(uint8_t *restrict scales, float *restrict factor, co
             errors[2][c] += squared_error(value * inverse[2][c]);
             errors[3][c] += squared_error(value * inverse[3][c]);
         }
-    for (size_t c = 0; c < columns; c++) {
-        unsigned best = 0;
-        float fewest = errors[0][c];
-        for (unsigned k = 1; k < CANDIDATES; k++) {
-            /* A step of the scale, squared: errors so far were in units of the scale. */
-            float error = errors[k][c] * scale_of[176 + 2 * k];
-            if (error < fewest && scales[c] + k <= SCALE_BYTE_MAX) {
-                fewest = error;
-                best = k;
-            }
+    memcpy(factor, inverse[0], sizeof(float) * columns);
+    for (int32_t k = 1; k < CANDIDATES; k++) {
+        /* A step of the scale, squared: errors are in units of their scale. Beyond the last scale nothing is better. */
+        float step = scale_of[176 + 2 * k];
+        for (size_t c = 0; c < columns; c++) {
+            float error = errors[k][c] * step;
+            int32_t better = error < errors[0][c];
+            errors[0][c] = better ? error : errors[0][c];
+            factor[c] = better ? inverse[k][c] : factor[c];
+            best[c] = better ? k : best[c];
         }
-        factor[c] = inverse[best][c];
-        scales[c] = (uint8_t)(scales[c] + best);
     }
-    return worst;
+    for (size_t c = 0; c < columns; c++)
+        scales[c] = (uint8_t)(least[c] + best[c]);
+    return (unsigned)worst;
 }
 
 BODY unsigned quantise(uint8_t *restrict to, uint8_t *restrict scales, const uint16_t *restrict from, size_t matrices,
@@ -754,14 +757,26 @@ static void dequantise_base(uint16_t *to, const uint8_t *scales, const uint8_t *
 }
 
 #if HAVE_X86
-__attribute__((target("avx2"))) static unsigned quantise_avx2(uint8_t *to, uint8_t *scales, const uint16_t *from,
-                                                              size_t m, size_t r, size_t c)
+#define FOR(features) __attribute__((target(features))) static
+
+FOR("avx2") unsigned quantise_avx2(uint8_t *to, uint8_t *scales, const uint16_t *from, size_t m, size_t r, size_t c)
 {
     return quantise(to, scales, from, m, r, c);
 }
 
-__attribute__((target("avx2"))) static void dequantise_avx2(uint16_t *to, const uint8_t *scales, const uint8_t *from,
-                                                            size_t m, size_t r, size_t c)
+FOR("avx2") void dequantise_avx2(uint16_t *to, const uint8_t *scales, const uint8_t *from, size_t m, size_t r, size_t c)
+{
+    dequantise(to, scales, from, m, r, c);
+}
+
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
+
+FOR(AVX512) unsigned quantise_avx512(uint8_t *to, uint8_t *scales, const uint16_t *from, size_t m, size_t r, size_t c)
+{
+    return quantise(to, scales, from, m, r, c);
+}
+
+FOR(AVX512) void dequantise_avx512(uint16_t *to, const uint8_t *scales, const uint8_t *from, size_t m, size_t r, size_t c)
 {
     dequantise(to, scales, from, m, r, c);
 }
@@ -817,7 +832,9 @@ static PyObject *py_quantise(PyObject *self, PyObject *args)
     unsigned worst;
     Py_BEGIN_ALLOW_THREADS
 #if HAVE_X86
-    if (have_avx2)
+    if (have_avx512)
+        worst = quantise_avx512(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    else if (have_avx2)
         worst = quantise_avx2(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
     else
 #endif
@@ -834,7 +851,9 @@ static PyObject *py_dequantise(PyObject *self, PyObject *args)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
 #if HAVE_X86
-    if (have_avx2)
+    if (have_avx512)
+        dequantise_avx512(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
+    else if (have_avx2)
         dequantise_avx2(a.to.buf, a.scales.buf, a.from.buf, (size_t)a.matrices, (size_t)a.rows, (size_t)a.columns);
     else
 #endif
