@@ -5,6 +5,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _POOL: Final = "tests/prefix/test_block_pool.py"
+_HOLDS: Final = "tests/prefix/test_pool_holds.py"
 _TRANSFER: Final = "tests/transport/test_transfer_state.py"
 _PURE: Final = "tests/transport/test_transport_pure.py"
 _LEASE_ENDS: Final = "tests/transport/test_fetch.py::test_a_lease_ends_by_release_and_by_time"
@@ -15,7 +16,7 @@ POOL: Final = (
         "kv_prefix.slots",
         "self.generation[slot] += 1",
         "",
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
     Mutant(
         "pool: an ancestor of what is held may be evicted",
@@ -29,35 +30,35 @@ POOL: Final = (
         """
             return
         """,
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
     Mutant(
         "pool: tokens are not compared",
         "kv_prefix.matching",
         "and slots.tokens[slot] == tokens",
         "",
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
     Mutant(
         "pool: an ended lease can be renewed",
         "kv_prefix.pins",
         "if hold is None or hold.receipt.owner != receipt.owner or not (hold.receipt.until_ns or 0) > now_ns:",
         "if hold is None or hold.receipt.owner != receipt.owner or hold.receipt.until_ns is None:",
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
     Mutant(
         "pool: a lease ends at its old time after renewal",
         "kv_prefix.pins",
         "if hold is not None and hold.receipt.until_ns == until_ns:",
         "if hold is not None:",
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
     Mutant(
         "pool: a forked block is written in place",
         "kv_prefix.block_pool",
         "if self._slots.refs[source] > 1 or self._slots.committed[source]:",
         "if self._slots.committed[source]:",
-        (_POOL,),
+        (_POOL, _HOLDS),
     ),
 )
 

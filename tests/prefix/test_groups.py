@@ -67,7 +67,7 @@ def test_a_shard_that_one_rank_evicts_is_gone_from_all() -> None:
     group.check()
 
 
-def test_ranks_that_were_asked_by_themselves_and_differ_take_the_shortest_match_and_nobody_hangs() -> None:  # row 53
+def test_ranks_that_were_asked_by_themselves_and_differ_take_the_shortest_match_and_nobody_hangs() -> None:
     group = make_group(8, 8, 8)
     group.release(begin(group, text(1, 5)))
     names = hash_tokens(NS, text(1, 5))

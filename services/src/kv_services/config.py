@@ -251,6 +251,15 @@ class RemoteTierSection(_Section, frozen=True, kw_only=True):
     ] = 600.0
 
 
+class PoolSection(_Section, frozen=True, kw_only=True):
+    """Each node's blocks in memory. With both marks at 0 a block is evicted when its slot is needed, and not before."""
+
+    low_watermark: Annotated[
+        float, Meta(ge=0, le=0.5, description="below this share of free slots room is made ahead of need; 0: never")
+    ] = 0.0
+    high_watermark: Annotated[float, Meta(ge=0, le=0.5, description="and up to this share")] = 0.0
+
+
 class TiersSection(_Section, frozen=True, kw_only=True):
     """Slower tiers below the memory of nodes that hold KV; none unless they are named."""
 
@@ -404,6 +413,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     routing: RoutingSection = RoutingSection()
     sharding: ShardingSection = ShardingSection()
+    pool: PoolSection = PoolSection()
     tiers: TiersSection = TiersSection()
     kv_events: KVEventsSection = KVEventsSection()
     tenants: list[TenantConfig] = msgspec.field(default_factory=list, name="tenant")

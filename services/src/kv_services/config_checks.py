@@ -29,6 +29,9 @@ def _faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     bus, transport, limits = config.bus, config.transport, config.limits
     if bus.suspect_after_ms <= bus.heartbeat_interval_ms:
         yield "$.bus.suspect_after_ms", f"expected more than heartbeat_interval_ms ({bus.heartbeat_interval_ms})"
+    pool = config.pool
+    if pool.high_watermark < pool.low_watermark or (pool.low_watermark == 0) != (pool.high_watermark == 0):
+        yield "$.pool.high_watermark", f"expected at least low_watermark ({pool.low_watermark:g}), or both 0"
     if bus.dead_after_ms <= bus.suspect_after_ms:
         yield "$.bus.dead_after_ms", f"expected more than suspect_after_ms ({bus.suspect_after_ms})"
     if transport.tls_folder and transport.allow_ucx:

@@ -57,6 +57,7 @@ class Metrics:
             ["outcome"],
             registry=reg,
         )
+        self.evicted_ahead = Counter("kv_evicted_ahead", "Blocks evicted before their slots were needed", registry=reg)
         self.retained = Gauge("kv_retained_blocks", "Blocks that requests asked to be kept for a while", registry=reg)
         self.tenant_blocks = Gauge(
             "kv_tenant_blocks", "Blocks in memory of each tenant, used or cached", ["tenant"], registry=reg

@@ -1,7 +1,6 @@
 """The prefill role: performs what `PrefillMachine` decides, on the bus, the transfers and the compute thread."""
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -15,23 +14,17 @@ from kv_consistency.update import OwnerEpoch
 from kv_core.block import BlockRef
 from kv_core.block_hashes import BlockHashes
 from kv_core.errors import KVError, LocalProtocolError
-from kv_core.hashing import token_digest
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Fidelity
-from kv_prefix.errors import PrefixError
 from kv_prefix.pool_types import CopyBlock
 from kv_services.engine.interface import Model
 from kv_services.messages import (
     ANNOUNCED_BLOCKS_MAX,
     HandoverAccepted,
     HandoverDone,
-    LeasePrefix,
-    NamespaceFields,
     PrefillDone,
     PrefixComputed,
     PrefixComputing,
-    PrefixLeased,
-    ReleaseLease,
     RunPrefill,
 )
 from kv_services.node.compute import BlockCopy, run_prefill
@@ -61,15 +54,12 @@ from kv_services.node.prefill_events import (
     WithdrawBlocks,
 )
 from kv_services.node.prefill_state import PrefillMachine
+from kv_services.node.prefix_reader import read_prefix
 from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
 from kv_services.node.retaining import retain_prompt
 from kv_services.replica.service import origin_epoch
-from kv_transport import Handover, ReadGrant, TransferPriority, TransferStats, WriteGrant
-from kv_transport.codecs import Codec, accepted_under
+from kv_transport import Handover, TransferPriority, TransferStats, WriteGrant
 from kv_transport.limits import PEERS_MAX
-
-ASK_HOLDER_NS: Final = 1_000_000_000
-"""How long a holder may take to grant a lease: many times what it takes one that is alive."""
 
 ANNOUNCED_SLACK_NS: Final = 1_000_000_000
 """An announcement ends after twice the expected time and this."""
@@ -395,54 +385,26 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self.start_job(("compute", *key), compute(), _as_event)
 
     async def _pull(self, effect: StartPull) -> PrefillEvent:
-        """Lease a prefix at its holder and read the blocks that are missing here."""
-        ctx, key, plan = self._ctx, (effect.request_id, effect.epoch), effect.plan
+        """Read from their holder the blocks that are missing here."""
+        key, plan = (effect.request_id, effect.epoch), effect.plan
         job = self.machine.job(*key)
         assert job is not None, effect
-        ctx.recovery.tried(plan.holder)
+        end = plan.first_block + plan.num_blocks
         try:
-            # Computing is always an answer, so a silent holder holds the next prompts up for no longer than this.
-            asked_until_ns = min(job.deadline_ns, ctx.clock.monotonic_ns() + ASK_HOLDER_NS)
-            await ctx.introductions.ensure(plan.holder, asked_until_ns)
-            end = plan.first_block + plan.num_blocks
-            ask = LeasePrefix(
-                namespace=NamespaceFields.of(effect.namespace),
-                sequence=effect.block_hash.sequence,
-                check=effect.block_hash.check,
-                first_block=plan.first_block,
-                num_blocks=end,
-                token_digest=token_digest(effect.tokens[: end * ctx.block_size]),
-                lease_ns=ctx.config.limits.lease_ms * 1_000_000,
+            nbytes = await read_prefix(
+                self._ctx,
+                plan.holder,
+                effect.namespace,
+                effect.block_hash,
+                effect.tokens[: end * self._ctx.block_size],
+                plan.first_block,
+                effect.refs,
+                deadline_ns=job.deadline_ns,
+                cause=effect.request_id,
             )
-            leased = await ctx.bus.request(plan.holder, ask, expect=PrefixLeased, deadline_ns=asked_until_ns)
-            try:
-                accept = accepted_under(effect.namespace.fidelity)
-                nbytes = await self._read(ReadGrant.from_bytes(leased.grant), effect.refs, accept)
-            finally:
-                ctx.bus.send(plan.holder, ReleaseLease(leased.lease_id))
         except KVError as error:
-            _log.warning("prefix not fetched request=%s holder=%s cause=%s", key[0], plan.holder, error)
-            ctx.metrics.transfer_failed(type(error).__name__)
-            if not isinstance(error, PrefixError):
-                ctx.recovery.ended(plan.holder, key[0], error, reading=True)
             return Pulled(*key, error=error)
-        ctx.recovery.ended(plan.holder, key[0], None, reading=True)
         return Pulled(*key, nbytes=nbytes)
-
-    async def _read(self, grant: ReadGrant, refs: Sequence[BlockRef], accept: Sequence[Codec]) -> int:
-        future = self._ctx.transfers.fetch(grant, refs, TransferPriority.HIGH, accept=accept)
-        try:
-            stats = await future.wait(self._ctx.config.limits.lease_ms)
-        except KVError:
-            # A deadline frees no memory (A4): what is late may still be written into these blocks.
-            future.cancel()
-            with contextlib.suppress(KVError):
-                await future.wait()
-            raise
-        now_ns = self._ctx.clock.monotonic_ns()
-        self._ctx.metrics.transfer_done(now_ns, stats.transport, stats.nbytes, stats.duration_ns, stats.retries)
-        self._cost.fetched(stats.nbytes, stats.duration_ns)
-        return stats.nbytes
 
     def _done(self, effect: ReplyDone) -> None:
         asked = self._asked.pop((effect.request_id, effect.epoch), None)

@@ -22,6 +22,7 @@ from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.in_flight import Wait
+from kv_prefix.watermarks import Watermarks
 from kv_services.config import Role
 from kv_services.engine.interface import Model
 from kv_services.engine.load import STUB_GEOMETRY, EngineSpec, open_model, shard_engine
@@ -127,12 +128,13 @@ class NodeWork:
         self.decode = DecodeActor(ctx, model, decode)
         self.prefill = PrefillActor(ctx, model, prefill, self.cost)
         self.in_flight = InFlightWatch(base.cluster, ctx.clock, self.prefill.computation_over)
+        self.watermarks = Watermarks(base.config.pool.low_watermark, base.config.pool.high_watermark)
         self.leases = LeaseDesk(ctx)
         self.shards = ShardDesk(ctx, shard_engine(model), base.events)
         self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.shards)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
         self.prefixes = PrefixDesk(ctx, model.info.weights_revision, self.in_flight.table)
-        ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx).adopt)
+        ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx, self._plan_pull).adopt)
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -243,7 +245,17 @@ class NodeWork:
         self.leases.expire()
         self.clients.tick(self._sessions)
         self.ctx.tiers.tick()
+        self._evict_ahead()
         self._count_holders()
+
+    def _evict_ahead(self) -> None:
+        """Make room before it is needed, where the cluster file wants that; never of what is on its way down."""
+        pool, tiers = self.ctx.pool, self.ctx.tiers.counts()
+        waiting = sum(tier.waiting for tier in tiers.values())
+        count = pool.evict(self.watermarks.step(pool.stats(), num_waiting=waiting))
+        if count:
+            self.ctx.metrics.evicted_ahead.inc(count)
+            self.ctx.flush_pool_events()
 
     def _count_holders(self) -> None:
         metrics, pool = self.ctx.metrics, self.ctx.pool
