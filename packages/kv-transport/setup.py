@@ -1,16 +1,19 @@
-"""Compiles the kernels. Without a compiler the package is the same, and slower: `kv_transport.kernels` says which."""
+"""Compiles what moves bytes. Without a compiler the package is the same, and slower: `kernels.COMPILED` says which."""
 
 from setuptools import Extension, setup
 
+
+def extension(name: str) -> Extension:
+    return Extension(
+        f"kv_transport.{name}",
+        [f"src/kv_transport/{name}.c"],
+        extra_compile_args=["-O3", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off"],
+        py_limited_api=True,
+        optional=True,
+    )
+
+
 setup(
-    ext_modules=[
-        Extension(
-            "kv_transport._kernels",
-            ["src/kv_transport/_kernels.c"],
-            extra_compile_args=["-O3", "-fno-trapping-math", "-fno-math-errno"],
-            py_limited_api=True,
-            optional=True,
-        )
-    ],
+    ext_modules=[extension("_kernels"), extension("_stream_io")],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,12 @@ from kv_core.ids import RequestId
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import Access, XferDesc, XferOp
 from kv_transport.backends import wire_form
+from kv_transport.backends.payload import Source
 from kv_transport.codec_rates import CodecRates
 from kv_transport.codecs import Codec, decode_cell, encode_cell, encoded_cell_nbytes
 from kv_transport.config import TransportName
 from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, GeometryMismatch, GrantRefused
+from kv_transport.stream_io import DO_NOT_WAIT
 from tests.transport.helpers_transport import LARGE, SMALL, Node, config, eventually, introduce, node, pair
 
 REQUEST = RequestId("request-1")
@@ -276,9 +279,9 @@ async def test_a_payload_that_was_damaged_on_its_way_is_sent_again(
         form = whole(*args)  # type: ignore[arg-type]
         if left[0]:
             left[0] -= 1
-            lost = bytearray(form.parts[0])
+            lost = bytearray(form.source.memory)
             lost[len(lost) // 2] ^= 0x55
-            form.parts[0] = memoryview(lost)
+            return wire_form.WireForm(form.codec, form.checks, Source(memoryview(lost), form.source.spans))
         return form
 
     monkeypatch.setattr("kv_transport.backends.tcp_link.write_form", damage)
@@ -312,10 +315,13 @@ async def test_nothing_is_decoded_before_it_was_verified(codec: Codec, tmp_path:
         form = wire_form.write_form(codec, sent, [int(sender.arena.checks[0, source.slot])], rates, "me")
         place = wire_form.Place(receiver.arena, [receiver.arena.shape.offset(target.slot, 0)], [nbytes], SMALL)
         for damaged in (True, False):
-            payload = bytearray(b"".join(form.parts))
+            payload = bytearray(form.source.memory)
             payload[3] ^= damaged
             arrival = wire_form.Arrival(codec, place, [True], len(payload), lambda: False, "peer")
-            arrival.sink.feed(memoryview(payload))
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.sendall(payload)
+                assert arrival.sink.receive(ours, DO_NOT_WAIT) == len(payload)
             checks, _ = arrival.finish(form.checks, rates)
             assert (checks == form.checks) is not damaged
             assert (receiver.content([target])[0] == bytes(nbytes)) is damaged

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
-from kv_transport import TransferAgent, limits
+from kv_transport import TransferAgent, limits, stream_io
 from kv_transport.auth import KEY_BYTES, NONCE_BYTES, ClientHandshake, FrameMac, ServerHandshake, session_key
 from kv_transport.config import TransportName
 from kv_transport.errors import AuthenticationFailed, ConnectionLost, FrameRefused, StaleIncarnation
@@ -192,27 +194,23 @@ async def test_a_peer_with_a_wrong_key_is_refused_and_told(transport: TransportN
         assert receiver.agent.inventory().of("session") == ()
 
 
-async def test_frames_of_an_open_session_cannot_be_repeated(tmp_path: Path) -> None:
+async def test_frames_of_an_open_session_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever repeats a recorded frame on the connection ends it: the counter in the MAC has moved on."""
     async with pair("tcp", tmp_path, tcp_streams=1) as (sender, receiver):
         await still_works(sender, receiver)
         (link,) = sender.agent.peer(receiver.agent.name.node).links
         stream = next(iter(link._by_stream))  # type: ignore[attr-defined]
         sent: list[bytes] = []
-        whole = stream._sock
+        send = stream_io.send
 
-        class Recorder:
-            def sendmsg(self, parts: list[memoryview]) -> int:
-                sent.append(b"".join(parts))
-                taken: int = whole.sendmsg(parts)
-                return taken
+        def record(fd: int, others: int, head: bytes, *rest: Any) -> bool:
+            if fd == stream.fileno():
+                sent.append(head)
+            return send(fd, others, head, *rest)
 
-            def __getattr__(self, name: str) -> object:
-                return getattr(whole, name)
-
-        stream._sock = Recorder()
+        monkeypatch.setattr(stream_io, "send", record)
         await still_works(sender, receiver)
-        whole.sendall(sent[-1])
+        os.write(stream.fileno(), sent[-1])
         await eventually(lambda: link.lost is not None)
         assert isinstance(link.lost, ConnectionLost)
         await still_works(sender, receiver)  # by a new connection

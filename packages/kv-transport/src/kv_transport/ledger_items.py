@@ -89,7 +89,7 @@ class Landing:
     Attributes:
         entry: its grant; None for a plain region.
         memory, offsets, sizes: where each cell goes.
-        expected: CRC-64 of each cell, or of what the codec made of it.
+        expected: CRC-64 of each cell, or of what the codec made of it; empty as long as they have not followed.
         codec: how the payload is written.
         fresh: bits of the positions that may be written; others are verified already and must not be touched.
     """

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kv_transport.stream_io import DO_NOT_WAIT
+
 _log = logging.getLogger(__name__)
 _EVENTS_PER_TURN = 64
 
@@ -61,6 +63,13 @@ class IoThread:
         if self._served.pop(served.fileno(), None) is not None:
             self._epoll.unregister(served.fileno())
 
+    def others(self) -> int:
+        """In the thread: what `stream_io` may wait on beside its own socket: readable when the thread has work.
+
+        Not while calls wait: nothing would tell of them.
+        """
+        return DO_NOT_WAIT if self._calls else self._epoll.fileno()
+
     def close(self) -> None:
         """Run what was handed in, then end the thread. Idempotent.
 
@@ -91,11 +100,11 @@ class IoThread:
         for fd, events in self._epoll.poll(-1, _EVENTS_PER_TURN):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
+                # Cleared before the queue is emptied, and before anybody waits: a call appended later wakes us again.
+                self._awake = False
                 continue
             served = self._served.get(fd)
             if served is not None:
                 served.on_events(events)
-        # Cleared before the queue is emptied: a call appended after this wakes us again.
-        self._awake = False
         while self._calls:
             self._calls.popleft()()

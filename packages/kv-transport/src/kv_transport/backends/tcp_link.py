@@ -5,11 +5,13 @@ from functools import partial
 
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport.backends.base import Link, LinkOwner, Surroundings
-from kv_transport.backends.stream import Sink, Stream
-from kv_transport.backends.wire_form import Arrival, Place, WireForm, write_form
+from kv_transport.backends.payload import Sink
+from kv_transport.backends.stream import Stream
+from kv_transport.backends.wire_form import Arrival, Place, WireForm, summed_form, write_form
 from kv_transport.codecs import Codec, decoded_checks, wire_codec
 from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, FrameRefused
-from kv_transport.frames import Acked, Data, Frame, Read, Refused, Write, decode_from_owner, encode
+from kv_transport.frames import Acked, Data, Frame, Read, Refused, Sums, Write, decode_from_owner, encode
+from kv_transport.ticket_checks import unpack_checks
 from kv_transport.tickets import AgentMetadata
 from kv_transport.types import XferOp
 from kv_transport.units import NonceSource, Unit
@@ -17,7 +19,7 @@ from kv_transport.units import NonceSource, Unit
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A unit whose bytes are arriving."""
+    """A unit whose bytes are arriving; nothing is expected of them as long as their checksums have not followed."""
 
     seq: int
     unit: Unit
@@ -33,6 +35,7 @@ class _Lane:
     queued: int = 0
     reads: dict[int, Unit] = field(default_factory=dict)
     arriving: dict[Sink, _Reading] = field(default_factory=dict)
+    unsummed: _Reading | None = None
 
 
 class TcpLink(Link):
@@ -102,17 +105,22 @@ class TcpLink(Link):
                 lane.reads[seq] = unit
                 stream.send(encode(Read(seq, unit.head(nonce, [], unit.codec))))
                 return
-            form = self._form(unit, unit.take_checks())
-            stream.send(encode(Write(seq, unit.head(nonce, form.checks, form.codec))), form.parts)
+            form = self._form(unit)
+            head = encode(Write(seq, unit.head(nonce, form.checks, form.codec)))
+            stream.send_payload(head, form.source, form.sums_of(seq))
         except KVError as error:
             self._around.poster.post(partial(self._settle, seq, error))
         except Exception as bug:
             broken = LocalProtocolError(detail=f"sending a unit raised {bug!r}")
             self._around.poster.post(partial(self._settle, seq, broken))
 
-    def _form(self, unit: Unit, checks: list[int]) -> WireForm:
+    def _form(self, unit: Unit) -> WireForm:
         """How the unit is written. A codec that was our own idea, and does not suit the values, is left out."""
-        rates, me = self._around.codec_rates, str(self._around.me)
+        if unit.codec is Codec.NONE and unit.arena is None:
+            form = summed_form(_place(unit, Codec.NONE))
+            unit.sent_codec, unit.wire_nbytes = form.codec, form.nbytes
+            return form
+        rates, me, checks = self._around.codec_rates, str(self._around.me), unit.take_checks()
         try:
             form = write_form(unit.codec, _place(unit, unit.codec), checks, rates, me)
         except CodecFailed:
@@ -122,7 +130,7 @@ class TcpLink(Link):
         unit.sent_codec, unit.wire_nbytes = form.codec, form.nbytes
         geometry = unit.geometry()
         if not form.codec.lossless and geometry is not None:
-            unit.far_checks = decoded_checks(form.codec, geometry, form.parts[0])
+            unit.far_checks = decoded_checks(form.codec, geometry, form.source.memory)
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = form.nbytes / unit.nbytes
         return form
@@ -130,6 +138,11 @@ class TcpLink(Link):
     def frame(self, stream: Stream, head: memoryview, payload: int) -> Sink | None:
         frame = decode_from_owner(head, str(self.peer))
         lane = self._by_stream[stream]
+        if isinstance(frame, Sums):
+            self._sums(lane, frame)
+            return None
+        if lane.unsummed is not None:
+            raise FrameRefused(peer=str(self.peer), reason=f"{type(frame).__name__} where checksums were to follow")
         if isinstance(frame, Data):
             return self._arrive(lane, frame, payload)
         if isinstance(frame, Refused | Acked):
@@ -140,10 +153,11 @@ class TcpLink(Link):
     def _arrive(self, lane: _Lane, frame: Data, payload: int) -> Sink:
         unit = lane.reads.pop(frame.seq, None)
         codec = wire_codec(frame.codec, str(self.peer))
-        if unit is None or len(frame.checks) != 8 * len(unit.cells) or codec not in (Codec.NONE, unit.codec):
+        if unit is None or codec not in (Codec.NONE, unit.codec):
             raise FrameRefused(peer=str(self.peer), reason="data that nobody asked for")
-        expected = [int.from_bytes(frame.checks[at : at + 8], "little") for at in range(0, len(frame.checks), 8)]
-        arrival = Arrival(codec, _place(unit, codec), [True] * len(expected), payload, lambda: False, str(self.peer))
+        follow = not frame.checks and codec is Codec.NONE
+        expected = [] if follow else unpack_checks(frame.checks, len(unit.cells), self.peer)
+        arrival = Arrival(codec, _place(unit, codec), [True] * len(unit.cells), payload, lambda: False, str(self.peer))
         unit.sent_codec, unit.wire_nbytes = codec, payload
         if unit.codec is Codec.LZ4:
             unit.lz4_ratio = payload / unit.nbytes
@@ -151,7 +165,21 @@ class TcpLink(Link):
         return arrival.sink
 
     def payload_done(self, stream: Stream, sink: Sink) -> None:
-        reading = self._by_stream[stream].arriving.pop(sink)
+        lane = self._by_stream[stream]
+        reading = lane.arriving.pop(sink)
+        if reading.expected:
+            self._arrived(reading)
+        else:
+            lane.unsummed = reading
+
+    def _sums(self, lane: _Lane, frame: Sums) -> None:
+        reading, lane.unsummed = lane.unsummed, None
+        if reading is None or frame.seq != reading.seq:
+            raise FrameRefused(peer=str(self.peer), reason="checksums that nobody asked for")
+        reading.expected = unpack_checks(frame.checks, len(reading.unit.cells), self.peer)
+        self._arrived(reading)
+
+    def _arrived(self, reading: _Reading) -> None:
         error: KVError | None = None
         try:
             checks, stored = reading.arrival.finish(reading.expected, self._around.codec_rates)
@@ -170,6 +198,7 @@ class TcpLink(Link):
         lane = self._by_stream[stream]
         lane.reads.clear()
         lane.arriving.clear()
+        lane.unsummed = None
         self._around.poster.post(partial(self._stream_over, cause))
 
     def _read_over(self, seq: int, error: KVError | None) -> None:

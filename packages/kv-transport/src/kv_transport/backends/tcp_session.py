@@ -1,22 +1,20 @@
 """The owner's end of a TCP connection of several streams.
 
 Writes land here by our own hand: each is admitted before its first byte is taken from the socket, goes straight into
-its slots, and is verified before anybody hears of it. That also makes the fence simple: once a grant is revoked, what
-still arrives for it goes nowhere.
+its slots, and is verified before anybody hears of it, once the checksums are here too, which may follow the bytes. That
+also makes the fence simple: once a grant is revoked, what still arrives for it goes nowhere.
 """
 
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from kv_core.errors import KVError
-from kv_transport import kernels
 from kv_transport.backends.base import Surroundings
+from kv_transport.backends.payload import Sink
 from kv_transport.backends.session import OwnerSession
-from kv_transport.backends.stream import Sink, Stream
-from kv_transport.backends.wire_form import Arrival, Place, write_form
-from kv_transport.codecs import codec_name
+from kv_transport.backends.stream import Stream
+from kv_transport.backends.wire_form import Arrival, Place, summed_form, write_form
+from kv_transport.codecs import Codec, codec_name
 from kv_transport.errors import FrameRefused
 from kv_transport.frames import (
     Acked,
@@ -24,6 +22,7 @@ from kv_transport.frames import (
     Frame,
     FromInitiator,
     Read,
+    Sums,
     Write,
     decode_from_initiator,
     encode,
@@ -31,6 +30,7 @@ from kv_transport.frames import (
     refusal,
 )
 from kv_transport.ledger_items import Landing
+from kv_transport.ticket_checks import unpack_checks
 from kv_transport.types import PeerName
 
 
@@ -44,6 +44,7 @@ class TcpSession(OwnerSession):
         super().__init__(around, peer, on_end)
         self._streams: list[Stream] = []
         self._landings: dict[Sink, tuple[int, Landing, Arrival] | tuple[int, KVError]] = {}
+        self._unsummed: dict[Stream, tuple[int, Landing, Arrival]] = {}
 
     def attach(self, stream: Stream) -> None:
         """On the loop: one more stream of this connection."""
@@ -68,11 +69,15 @@ class TcpSession(OwnerSession):
 
     def frame(self, stream: Stream, head: memoryview, payload: int) -> Sink | None:
         frame = decode_from_initiator(head, str(self.peer))
+        if stream in self._unsummed and not isinstance(frame, Sums):
+            raise FrameRefused(peer=str(self.peer), reason=f"{type(frame).__name__} where checksums were to follow")
         match frame:
             case Write():
                 return self._write(frame, payload)
             case Read():
                 self._read(stream, frame)
+            case Sums():
+                self._sums(stream, frame)
             case _:
                 self._around.poster.post(partial(self._on_frame, frame))
         return None
@@ -82,7 +87,7 @@ class TcpSession(OwnerSession):
         try:
             landing = self._around.ledger.admit(self, frame.unit)
         except KVError as error:
-            sink = Sink([None], [payload], lambda: True)
+            sink = Sink.nowhere(payload)
             self._landings[sink] = frame.seq, error
             return sink
         geometry = landing.entry.arena.geometry if landing.entry is not None else None
@@ -105,35 +110,52 @@ class TcpSession(OwnerSession):
         match self._landings.pop(sink):
             case seq, KVError() as error:
                 stream.send(encode(refusal(seq, error)))
+            case seq, landing, arrival if not landing.expected:
+                self._unsummed[stream] = seq, landing, arrival
             case seq, landing, arrival:
-                try:
-                    checks, stored = arrival.finish(landing.expected, self._around.codec_rates)
-                    self._around.ledger.land(landing, checks, stored, arrival.payload)
-                except KVError as error:
-                    self._around.ledger.abort(landing)
-                    stream.send(encode(refusal(seq, error)))
-                else:
-                    stream.send(encode(Acked(seq)))
+                self._land(stream, seq, landing, arrival)
+
+    def _sums(self, stream: Stream, frame: Sums) -> None:
+        """What a unit was to be that is here already. Those of a unit that was refused mean nothing."""
+        waiting = self._unsummed.get(stream)
+        if waiting is not None:
+            seq, landing, arrival = waiting
+            expected = unpack_checks(frame.checks, len(landing.sizes), self.peer)
+            if frame.seq != seq:
+                raise FrameRefused(peer=str(self.peer), reason="checksums of another unit")
+            del self._unsummed[stream]
+            landing.expected = expected
+            self._land(stream, seq, landing, arrival)
+
+    def _land(self, stream: Stream, seq: int, landing: Landing, arrival: Arrival) -> None:
+        try:
+            checks, stored = arrival.finish(landing.expected, self._around.codec_rates)
+            self._around.ledger.land(landing, checks, stored, arrival.payload)
+        except KVError as error:
+            self._around.ledger.abort(landing)
+            stream.send(encode(refusal(seq, error)))
+        else:
+            stream.send(encode(Acked(seq)))
 
     def _read(self, stream: Stream, frame: Read) -> None:
         try:
             serving = self._around.ledger.reads.serve(self, frame.unit)
+            place = Place(serving.memory, serving.offsets, serving.sizes, serving.geometry)
+            if serving.checks or serving.codec is not Codec.NONE:
+                checks = serving.checks or place.sums()
+                form = write_form(serving.codec, place, checks, self._around.codec_rates, str(self._around.me))
+            else:
+                form = summed_form(place)
         except KVError as error:
             stream.send(encode(refusal(frame.seq, error)))
             return
-        place = Place(serving.memory, serving.offsets, serving.sizes, serving.geometry)
-        cells = np.stack((serving.offsets, serving.sizes), axis=1).astype(np.int64, copy=False)
-        checks = serving.checks or kernels.sum_cells(serving.memory.data_view, cells)
-        try:
-            form = write_form(serving.codec, place, checks, self._around.codec_rates, str(self._around.me))
-        except KVError as error:
-            stream.send(encode(refusal(frame.seq, error)))
-            return
-        stream.send(encode(Data(frame.seq, pack_checks(form.checks), codec_name(form.codec))), form.parts)
+        head = encode(Data(frame.seq, pack_checks(form.checks), codec_name(form.codec)))
+        stream.send_payload(head, form.source, form.sums_of(frame.seq))
 
     def ended(self, stream: Stream, sink: Sink | None, cause: str) -> None:
-        if sink is not None:
-            match self._landings.pop(sink):
+        unfinished = [self._unsummed.pop(stream, None), self._landings.pop(sink) if sink is not None else None]
+        for one in unfinished:
+            match one:
                 case _, Landing() as landing, _:
                     self._around.ledger.abort(landing)
                 case _:

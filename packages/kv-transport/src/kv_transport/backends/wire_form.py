@@ -2,7 +2,7 @@
 
 | form | payload | its checksums |
 |---|---|---|
-| raw | the cells | of the cells |
+| raw | the cells | of the cells: before them where they are known, else after them, taken on the way |
 | LZ4 | one block of all cells, if that is worth it, else raw | of the cells, after decompression |
 | lossy | each cell encoded | of the encoded cells, made after those of the cells were verified |
 
@@ -12,16 +12,22 @@ taken where it lies. WF3: a cell that the receiver has already is not touched.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
+
+import numpy as np
 
 from kv_core.block import BlockGeometry
 from kv_core.checksum import crc64
-from kv_transport.backends.stream import Sink
+from kv_transport import kernels
+from kv_transport.backends.payload import Sink, Source, spans_of
 from kv_transport.codec_rates import CodecRates
 from kv_transport.codecs import Codec, compress, decode_cell, decompress, encode_cell, encoded_cell_nbytes
 from kv_transport.descriptors import merge_offsets
 from kv_transport.errors import ChecksumMismatch, CodecFailed, FrameRefused
+from kv_transport.frames import Sums, encode
 from kv_transport.regions import Memory
+from kv_transport.stream_io import Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +47,23 @@ class Place:
         view = self.memory.data_view
         return [view[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
-    def merged(self) -> list[memoryview]:
+    def spans(self) -> Spans:
+        """Where each cell lies."""
+        return spans_of(self.offsets, self.sizes)
+
+    def sums(self) -> list[int]:
+        """The CRC-64 of each cell, taken now."""
+        return kernels.sum_cells(self.memory.data_view, self.spans())
+
+    def merged(self) -> Spans:
         """The same bytes in as few pieces as they lie in."""
+        return np.array(list(merge_offsets(self.offsets, self.sizes)), np.int64)
+
+    def joined(self) -> memoryview:
+        """The same bytes one after the other, copied if they do not lie so."""
         view = self.memory.data_view
-        return [view[offset : offset + size] for offset, size in merge_offsets(self.offsets, self.sizes)]
+        pieces = [view[offset : offset + size] for offset, size in merge_offsets(self.offsets, self.sizes)]
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def wire_sizes(self, codec: Codec) -> list[int]:
         """Bytes that each cell counts for in the payload's checksums."""
@@ -55,35 +74,42 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WireForm:
-    """What is sent: how it was written, the checksums that go with it, the pieces of the payload."""
+    """What is sent: how it was written, the checksums that go before it (none: they follow), and the payload."""
 
     codec: Codec
     checks: list[int]
-    parts: list[memoryview]
+    source: Source
 
     @property
     def nbytes(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return self.source.nbytes
+
+    def sums_of(self, seq: int) -> Callable[[], bytes] | None:
+        """Makes the frame with the checksums that follow, if they do."""
+        found = self.source.checks
+        return None if found is None else lambda: encode(Sums(seq, found.tobytes()))
+
+
+def summed_form(place: Place) -> WireForm:
+    """Raw cells whose checksums nobody knows yet: they are taken while the cells are sent."""
+    return WireForm(Codec.NONE, [], Source(place.memory.data_view, place.spans(), summed=True))
 
 
 def write_form(codec: Codec, place: Place, checks: list[int], rates: CodecRates, owner: str) -> WireForm:
     """Encode cells whose checksums are known.
 
     Raises:
-        CodecFailed: a value is not finite, or has no scale.
+        CodecFailed: a value is not finite.
         ChecksumMismatch: our own cells are not what they were when they were sealed.
         GeometryMismatch: the codec is not for this element type.
     """
     if codec is Codec.NONE:
-        return WireForm(codec, checks, place.merged())
+        return _raw(place, checks)
     started = rates.now_ns()
     if codec is Codec.LZ4:
-        raw = place.merged()
-        packed = compress(raw[0] if len(raw) == 1 else b"".join(raw))
+        packed = compress(place.joined())
         rates.encoded(codec, place.nbytes, started)
-        if packed is None:
-            return WireForm(Codec.NONE, checks, raw)
-        return WireForm(codec, checks, [memoryview(packed)])
+        return _raw(place, checks) if packed is None else WireForm(codec, checks, Source.whole(memoryview(packed)))
     if place.geometry is None:
         raise CodecFailed(codec=codec.value, reason="these are plain bytes")
     cells = place.cells()
@@ -95,7 +121,12 @@ def write_form(codec: Codec, place: Place, checks: list[int], rates: CodecRates,
     for index, cell in enumerate(cells):
         encode_cell(codec, place.geometry, cell, payload[index * nbytes : (index + 1) * nbytes])
     rates.encoded(codec, place.nbytes, started)
-    return WireForm(codec, [crc64(payload[at : at + nbytes]) for at in range(0, len(payload), nbytes)], [payload])
+    found = [crc64(payload[at : at + nbytes]) for at in range(0, len(payload), nbytes)]
+    return WireForm(codec, found, Source.whole(payload))
+
+
+def _raw(place: Place, checks: list[int]) -> WireForm:
+    return WireForm(Codec.NONE, checks, Source(place.memory.data_view, place.merged()))
 
 
 class Arrival:
@@ -129,17 +160,13 @@ class Arrival:
         fits = 0 < payload < place.nbytes if codec is Codec.LZ4 else payload == sum(sizes)
         if not fits:
             raise FrameRefused(peer=peer, reason=f"{payload} bytes of {codec.value} for a unit of {place.nbytes}")
-        self._stage = memoryview(b"")
-        into: list[memoryview | None]
+        self._stage = memoryview(b"") if codec is Codec.NONE else memoryview(bytearray(payload))
         if codec is Codec.NONE:
-            into = [cell if fresh else None for cell, fresh in zip(place.cells(), writable, strict=True)]
+            self.sink = Sink(place.memory.data_view, place.spans(), [not fresh for fresh in writable], diverted)
         else:
-            self._stage = memoryview(bytearray(payload))
-            if codec is Codec.LZ4:
-                sizes, into = [payload], [self._stage]
-            else:
-                into = [self._stage[at * sizes[0] : (at + 1) * sizes[0]] for at in range(len(sizes))]
-        self.sink = Sink(into, sizes, diverted)
+            pieces = [payload] if codec is Codec.LZ4 else sizes
+            begins = [0, *accumulate(pieces[:-1])]
+            self.sink = Sink(self._stage, spans_of(begins, pieces), [False] * len(pieces), diverted)
 
     def finish(self, expected: list[int], rates: CodecRates) -> tuple[list[int], list[int]]:
         """The sink is full: write the cells, if the payload is right.

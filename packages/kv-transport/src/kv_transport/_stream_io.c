@@ -1,0 +1,278 @@
+/* Bytes between a stream socket and memory, each piece summed while it is in the second-level cache. `stream_io.py` is
+ * what to read and to call; it holds the plain twins. The GIL is released in both functions, and the thread waits in
+ * them as long as nothing else wants it: an interpreted turn after each buffer-full would cost more than the copy.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <errno.h>
+#include <poll.h>
+#include <stdint.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+/* What one system call moves: it is summed right after that, while it is in the second-level cache. */
+#define RECEIVE_PIECE 262144
+#define SEND_PIECE 1048576
+#define PARTS 64
+
+/* CRC-64 without the ones in and out; `_kernels` has it. */
+static uint64_t (*sum)(const uint8_t *, size_t, uint64_t);
+
+typedef struct {
+    int64_t offset, nbytes;
+} Span;
+
+/* Some memory, its spans in order, a sum for each (or none), and where in them we are. */
+typedef struct {
+    Py_buffer memory, spans, checks, state;
+    uint8_t *base;
+    const Span *span;
+    uint64_t *check;
+    int64_t *at; /* index of the span at hand, bytes of it that are done */
+    Py_ssize_t count;
+} Run;
+
+static int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
+{
+    if (PyObject_GetBuffer(object, view, flags) < 0)
+        return -1;
+    if (need >= 0 && view->len != need) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd", name, view->len, need);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+static void release(Run *run)
+{
+    Py_buffer *views[] = {&run->memory, &run->spans, &run->checks, &run->state};
+    for (int i = 0; i < 4; i++)
+        if (views[i]->obj)
+            PyBuffer_Release(views[i]);
+}
+
+static int check_run(const Run *run)
+{
+    if (run->spans.len % (Py_ssize_t)sizeof(Span)) {
+        PyErr_SetString(PyExc_ValueError, "spans are pairs of int64");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < run->count; i++) {
+        const Span *span = &run->span[i];
+        if (span->offset < 0 || span->nbytes < 1 || span->offset > run->memory.len - span->nbytes) {
+            PyErr_Format(PyExc_IndexError, "span %zd lies outside its memory", i);
+            return -1;
+        }
+    }
+    const int64_t *at = run->at;
+    int inside = at[0] >= 0 && at[0] < run->count ? at[1] >= 0 && at[1] < run->span[at[0]].nbytes
+                                                  : at[0] == run->count && at[1] == 0;
+    if (!inside) {
+        PyErr_SetString(PyExc_IndexError, "the state lies outside the spans");
+        return -1;
+    }
+    return 0;
+}
+
+/* 0, or -1 with nothing held. */
+static int take(Run *run, PyObject *memory, int writable, PyObject *spans, PyObject *checks, PyObject *state,
+                Py_ssize_t numbers)
+{
+    *run = (Run){.base = NULL};
+    if (get(memory, &run->memory, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE, "memory", -1) < 0)
+        return -1;
+    if (get(spans, &run->spans, PyBUF_SIMPLE, "spans", -1) < 0)
+        goto failed;
+    run->count = run->spans.len / (Py_ssize_t)sizeof(Span);
+    if (checks != Py_None && get(checks, &run->checks, PyBUF_WRITABLE, "checks", run->count * 8) < 0)
+        goto failed;
+    if (get(state, &run->state, PyBUF_WRITABLE, "state", numbers * 8) < 0)
+        goto failed;
+    run->base = run->memory.buf;
+    run->span = run->spans.buf;
+    run->check = run->checks.buf;
+    run->at = run->state.buf;
+    if (check_run(run) == 0)
+        return 0;
+failed:
+    release(run);
+    return -1;
+}
+
+/* Up to `room` bytes from where we are, behind those that are in `parts` already: PARTS at most. */
+static size_t gather(const Run *run, struct iovec *parts, size_t filled, size_t room)
+{
+    Py_ssize_t index = (Py_ssize_t)run->at[0];
+    int64_t skip = run->at[1];
+    for (; index < run->count && room && filled < PARTS; index++, skip = 0) {
+        size_t want = (size_t)(run->span[index].nbytes - skip);
+        want = want < room ? want : room;
+        parts[filled++] = (struct iovec){run->base + run->span[index].offset + skip, want};
+        room -= want;
+    }
+    return filled;
+}
+
+/* Continues the sums over the bytes that have just been moved. */
+static void sum_moved(const Run *run, size_t nbytes)
+{
+    Py_ssize_t index = (Py_ssize_t)run->at[0];
+    int64_t skip = run->at[1];
+    for (; nbytes; index++, skip = 0) {
+        size_t size = (size_t)(run->span[index].nbytes - skip);
+        size = size < nbytes ? size : nbytes;
+        run->check[index] = ~sum(run->base + run->span[index].offset + skip, size, ~run->check[index]);
+        nbytes -= size;
+    }
+}
+
+static void advance(const Run *run, size_t nbytes)
+{
+    while (nbytes) {
+        size_t left = (size_t)(run->span[run->at[0]].nbytes - run->at[1]);
+        if (nbytes < left) {
+            run->at[1] += (int64_t)nbytes;
+            return;
+        }
+        nbytes -= left;
+        run->at[0]++;
+        run->at[1] = 0;
+    }
+}
+
+/* Whether to go on with a socket that was not ready: it is now, and until then nothing happened on `others` (an epoll
+ * with everything that the thread serves). Without `others` (-1) nobody waits. */
+static int ready(int fd, short events, int others)
+{
+    struct pollfd both[2] = {{fd, events, 0}, {others, POLLIN, 0}};
+    if (others < 0)
+        return 0;
+    for (;;) {
+        int found = poll(both, 2, -1);
+        if (found > 0)
+            return both[0].revents != 0;
+        if (errno != EINTR)
+            return 0;
+    }
+}
+
+static int blocked(int error)
+{
+    return error == EAGAIN || error == EWOULDBLOCK;
+}
+
+/* receive(fd, others, memory, spans, checks, state): into the spans, continuing their sums, until they are full or the
+ * thread is wanted. Gives how many bytes came, 0 at the end of the stream, or -errno. */
+static PyObject *py_receive(PyObject *self, PyObject *args)
+{
+    int fd, others;
+    PyObject *memory, *spans, *checks, *state;
+    Run run;
+    if (!PyArg_ParseTuple(args, "iiOOOO", &fd, &others, &memory, &spans, &checks, &state))
+        return NULL;
+    if (take(&run, memory, 1, spans, checks, state, 2) < 0)
+        return NULL;
+    if (run.at[0] == run.count || !run.check) {
+        PyErr_SetString(PyExc_IndexError, "every span is full, or there is nowhere to sum");
+        release(&run);
+        return NULL;
+    }
+    long long total = 0, ended = 0;
+    Py_BEGIN_ALLOW_THREADS
+    while (run.at[0] < run.count) {
+        struct iovec parts[PARTS];
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = gather(&run, parts, 0, RECEIVE_PIECE)};
+        ssize_t came = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (came <= 0) {
+            int error = came ? errno : 0;
+            if (error == EINTR || (blocked(error) && ready(fd, POLLIN, others)))
+                continue;
+            ended = -error;
+            break;
+        }
+        sum_moved(&run, (size_t)came);
+        advance(&run, (size_t)came);
+        total += came;
+    }
+    Py_END_ALLOW_THREADS
+    release(&run);
+    return PyLong_FromLongLong(total ? total : ended);
+}
+
+/* send(fd, others, head, memory, spans, checks, state): the head, then the spans; with `checks`, their sums are taken
+ * on the way: after the kernel has read each piece, which it does faster from far memory than we. `state` goes on with
+ * the bytes of the head that are sent. Gives 1 when all is sent, 0 when the thread is wanted, or -errno. */
+static PyObject *py_send(PyObject *self, PyObject *args)
+{
+    int fd, others;
+    PyObject *head_object, *memory, *spans, *checks, *state;
+    Py_buffer head;
+    Run run;
+    if (!PyArg_ParseTuple(args, "iiOOOOO", &fd, &others, &head_object, &memory, &spans, &checks, &state))
+        return NULL;
+    if (take(&run, memory, 0, spans, checks, state, 3) < 0)
+        return NULL;
+    if (get(head_object, &head, PyBUF_SIMPLE, "head", -1) < 0) {
+        release(&run);
+        return NULL;
+    }
+    int64_t *of_head = &run.at[2];
+    if (*of_head < 0 || *of_head > head.len) {
+        PyErr_SetString(PyExc_IndexError, "the state lies outside the head");
+        PyBuffer_Release(&head);
+        release(&run);
+        return NULL;
+    }
+    long result = 1;
+    Py_BEGIN_ALLOW_THREADS
+    while (*of_head < head.len || run.at[0] < run.count) {
+        struct iovec parts[PARTS] = {{(char *)head.buf + *of_head, (size_t)(head.len - *of_head)}};
+        struct msghdr message = {.msg_iov = parts,
+                                 .msg_iovlen = gather(&run, parts, *of_head < head.len, SEND_PIECE)};
+        ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent < 0) {
+            int error = errno;
+            if (error == EINTR || (blocked(error) && ready(fd, POLLOUT, others)))
+                continue;
+            result = blocked(error) ? 0 : -error;
+            break;
+        }
+        int64_t head_left = head.len - *of_head, to_head = sent < head_left ? sent : head_left;
+        *of_head += to_head;
+        if (run.check)
+            sum_moved(&run, (size_t)(sent - to_head));
+        advance(&run, (size_t)(sent - to_head));
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&head);
+    release(&run);
+    return PyLong_FromLong(result);
+}
+
+static PyMethodDef methods[] = {
+    {"receive", py_receive, METH_VARARGS, NULL},
+    {"send", py_send, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int prepare(PyObject *module)
+{
+    sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))PyCapsule_Import("kv_transport._kernels.crc64", 0);
+    if (sum)
+        return 0;
+    PyErr_Clear();
+    PyErr_SetString(PyExc_ImportError, "kv_transport._kernels is not there");
+    return -1;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kv_transport._stream_io", NULL, 0, methods, slots, NULL,
+                                    NULL, NULL};
+
+PyMODINIT_FUNC PyInit__stream_io(void)
+{
+    return PyModuleDef_Init(&module);
+}
