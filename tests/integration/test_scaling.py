@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from kv_services.config import DiskTierSection, RemoteTierSection, TiersSection
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from tests.integration.helpers_integration import BLOCK, DEADLINE_S, MODEL, Fabric, prompt, until
 
@@ -25,10 +26,10 @@ COUNT = 24
 
 
 @contextlib.asynccontextmanager
-async def small_cluster() -> AsyncIterator[Fabric]:
+async def small_cluster(slots: int = 256, tiers: TiersSection | None = None) -> AsyncIterator[Fabric]:
     """Three of each kind are in the file; one of each runs at first."""
     with PortReservation() as ports:
-        config = local_config(ports, prefill=3, decode=3, slots=256, monitor=False, model=MODEL)
+        config = local_config(ports, prefill=3, decode=3, slots=slots, monitor=False, model=MODEL, tiers=tiers)
         section = msgspec.structs.replace(config.cluster, operator_keys=[KEY])
         config = msgspec.structs.replace(config, cluster=section)
         cluster = LocalCluster(config, start=FIRST)
@@ -159,6 +160,48 @@ async def test_a_drained_nodes_prefixes_are_found_at_the_node_that_took_them() -
             answer = await fabric.ask(one, 4)
             assert answer.is_right(one, 4), answer
             assert answer.cached >= 100 // BLOCK * BLOCK, answer
+
+
+async def test_a_drain_leaves_nothing_unread_that_lies_in_slower_tiers(tmp_path: Path) -> None:
+    """Row 72: the disk's blocks move or stay in the object store, where the node that is left takes them over."""
+    tiers = TiersSection(
+        disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")),
+        remote=RemoteTierSection(size="64 MiB", url=f"file://{tmp_path}/shared"),
+    )
+    size = 20 * BLOCK
+    async with small_cluster(slots=48, tiers=tiers) as fabric:
+        await fabric.cluster.stop("prefill-1")
+        prompts = [prompt(seed, size + 1) for seed in range(4)]
+        for one in prompts:
+            answer = await fabric.ask(one, 4)
+            assert answer.is_right(one, 4), answer
+
+        async def all_down() -> bool:
+            below = (await fabric.status("decode-1")).tiers
+            return all(name in below and below[name].blocks >= 4 * 20 for name in ("disk", "remote"))
+
+        await until(all_down)
+        await fabric.cluster.restart("decode-2")
+        for name in ("gateway", "decode-1"):
+            await fabric.all_alive(name, {"decode-2"})
+        status, text = await kvctl("drain", str(fabric.cluster.config_file), "decode-1", "--json")
+        assert status == 0, text
+        last = msgspec.json.decode(text.splitlines()[-1])["decode-1"]
+        assert last["total"] >= 4 * 20 > 48 and last["left"] == 0, last
+        # 48 slots of the other node take two prompts of the four.
+        assert last["moved"] >= 2 * 20 and last["elsewhere"] >= 20, last
+        assert await fabric.cluster.stop("decode-1") == 0
+
+        async def taken_over() -> bool:
+            remote = (await fabric.status("decode-2")).tiers.get("remote")
+            return remote is not None and remote.blocks >= 4 * 20
+
+        await until(taken_over)
+        for one in prompts:
+            answer = await fabric.ask(one, 4)
+            # One load is of a quarter of the slots at most.
+            assert answer.is_right(one, 4) and answer.cached >= 12 * BLOCK, answer
+        await fabric.settle(["gateway", "decode-2"])
 
 
 async def test_a_node_that_stays_after_all_takes_work_again_and_may_change_its_role() -> None:

@@ -4,6 +4,9 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_core.block import BlockGeometry, BlockRef
 from kv_core.clock import SystemClock
@@ -116,8 +119,13 @@ class Node:
             self.replica.pool_events(events, 4)
             self.tiers.observe(events)
 
+    def kv_of(self, tokens: list[int], block_idx: int) -> NDArray[np.float16]:
+        """The KV of one block, which follows from all tokens up to it: no two blocks are alike."""
+        draw = np.random.default_rng(tokens[: 4 * block_idx + 4])
+        return draw.integers(0, 2048, self.arena.array[0].shape).astype(np.float16)
+
     def compute(self, tokens: list[int]) -> None:
-        """KV of a prompt's full blocks, each element its token."""
+        """KV of a prompt's full blocks."""
         names = hash_tokens(NS, tokens)
         match = self.pool.match(NS.digest, names, [*tokens, 0])
         first = len(match.refs)
@@ -125,7 +133,7 @@ class Node:
         self.flush()
         self.prepare(opened.refs[first:])
         for i, ref in enumerate(opened.refs[first:], first):
-            self.arena.array[ref.slot] = tokens[4 * i] % 1000
+            self.arena.array[ref.slot] = self.kv_of(tokens, i)
             self.arena.seal_block(ref.slot)
         self.pool.commit(opened.table, NS.digest, first, names[first:], tokens[4 * first :])
         self.pool.release(opened.table)
@@ -136,7 +144,7 @@ class Node:
         match = self.pool.match(NS.digest, hash_tokens(NS, tokens), [*tokens, 0])
         for i, ref in enumerate(match.refs):
             assert self.arena.verify(ref.slot)
-            assert (self.arena.array[ref.slot] == tokens[4 * i] % 1000).all()
+            assert (self.arena.array[ref.slot] == self.kv_of(tokens, i)).all()
         return len(match.refs)
 
     async def at_rest(self) -> None:

@@ -1,5 +1,7 @@
 """A node that leaves: what its machines hand over, what the gateway makes of it, and who gets which blocks."""
 
+from random import Random
+
 import aiohttp
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from kv_core.errors import KVError, error_from_wire
 from kv_core.hashing import hash_tokens, token_bytes
 from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_prefix.block_pool import BlockPool
+from kv_prefix.tiers.blocks import TierBlock
 from kv_services.errors import MoveRefusedError, NodeDrainingError
 from kv_services.gateway.routing_state import DecodeFailed, Fail, NoteRetry, PauseThenRetry, Place, Placed
 from kv_services.launch import PortReservation
@@ -105,15 +108,34 @@ def pool_of(*prompts: tuple[int, ...]) -> BlockPool:
     return pool
 
 
+def tier_chain(prompt: tuple[int, ...]) -> list[TierBlock]:
+    """The full blocks of a prompt as a tier keeps them."""
+    blocks, parent, raw = [], b"", token_bytes(prompt)
+    for i, name in enumerate(hash_tokens(NS, prompt)):
+        names = (NS.digest, i, name.sequence, name.check, parent, bytes(32))
+        blocks.append(TierBlock(*names, raw[16 * i : 16 * i + 16], (), b""))
+        parent = name.sequence
+    return blocks
+
+
 prompts = st.lists(st.integers(0, 2), min_size=4, max_size=24).map(tuple)
 
 
-@given(st.lists(prompts, max_size=8))
-def test_chains_cover_every_block_once_and_name_the_tokens_they_were_made_of(texts: list[tuple[int, ...]]) -> None:
+@given(st.lists(prompts, max_size=8), st.lists(prompts, max_size=8), st.randoms(use_true_random=False))
+def test_chains_cover_every_block_once_and_name_the_tokens_they_were_made_of(
+    texts: list[tuple[int, ...]], below: list[tuple[int, ...]], draw: Random
+) -> None:
+    """Of memory and, in whatever order they lie there, of the tiers below."""
     pool = pool_of(*texts)
-    everything = {name for run in pool.snapshot() for name in run.block_hashes}
+    in_memory = {name for run in pool.snapshot() for name in run.block_hashes}
+    kept = {block.sequence: block for text in below for block in tier_chain(text)}
+    everything = in_memory | {block.block_hash for block in kept.values()}
     forest = Forest.of(pool.snapshot())
+    forest.add_below(draw.sample(list(kept.values()), len(kept)))
     assert forest.num_blocks == len(everything)
+    texts = texts + below
+    are_there = [leaf in in_memory for leaf in forest.leaves()]
+    assert are_there == sorted(are_there, reverse=True), "memory first"
     seen = []
     for leaf in forest.leaves():
         chain = forest.chain(leaf)
@@ -124,6 +146,15 @@ def test_chains_cover_every_block_once_and_name_the_tokens_they_were_made_of(tex
         assert own == list(reversed(chain.names))[: len(own)]
         seen += own
     assert len(seen) == len(set(seen)) and set(seen) == everything
+
+
+def test_a_block_below_without_its_beginning_is_left_out() -> None:
+    forest = Forest.of(pool_of((1,) * 8).snapshot())
+    blocks = tier_chain((1,) * 4 + (2,) * 8)
+    forest.add_below([blocks[0], blocks[2]])
+    assert forest.num_blocks == 2
+    forest.add_below([blocks[1], blocks[2]])
+    assert forest.num_blocks == 4
 
 
 def test_a_chain_goes_to_whoever_lacks_least_of_it_and_never_where_there_is_no_room() -> None:

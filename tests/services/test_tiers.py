@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import pytest_asyncio
@@ -17,12 +18,13 @@ from kv_core.ids import Incarnation
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import PrefixIndex
 from kv_prefix.tiers.blocks import PlacedBlock
+from kv_prefix.tiers.disk import DiskShape, DiskStore
 from kv_prefix.tiers.errors import TierFullError, TierIOError
 from kv_services.node import tiers as tiers_module
 from kv_services.node.tier import Opened
 from kv_services.purge_file import PurgeFile, PurgeFileError
 from kv_services.replica.service import ReplicaService
-from tests.services.helpers_node_tiers import NODE, NS, Life, Medium, Node, prompt, tier_blocks
+from tests.services.helpers_node_tiers import GEOMETRY, NODE, NS, Life, Medium, Node, prompt, tier_blocks
 
 
 @pytest_asyncio.fixture
@@ -55,6 +57,28 @@ async def test_what_was_spilled_comes_back_as_it_was_and_the_index_knows_the_tie
     assert node.in_memory(tokens) == 4
     assert node.tiers_of(tokens) == (0, 4, 0, 0)
     assert "load: 4 blocks" in node.disk.choice
+
+
+async def test_a_thousand_blocks_come_back_from_a_real_disk_as_they_were_through_a_full_pool(
+    node: Node, tmp_path: Path
+) -> None:
+    """Rows 55 and 56: every block was evicted, and every one is compared."""
+    shape = DiskShape(GEOMETRY.slot_layer_nbytes, GEOMETRY.num_layers, 4, "test")
+    node.tiers.tiers.clear()
+    await node.disk.close()
+    node.disk = node.tier(Tier.DISK, Opened.of(*DiskStore.open(tmp_path, shape, 4 << 20)))
+    node.tiers.add(node.disk)
+    node.disk.start(lambda block: True)
+    seeds = list(range(1, 251))
+    for seed in seeds:
+        node.compute(prompt(seed, 4))
+        await node.at_rest()
+    Random(5).shuffle(seeds)
+    for seed in seeds:
+        found = node.in_memory(prompt(seed, 4))
+        assert await node.promote(prompt(seed, 4)) == 4 - found
+        assert node.in_memory(prompt(seed, 4)) == 4
+    assert node.disk.counts().absent == 0 and node.disk.counts().spilled == 1000
 
 
 async def test_a_read_that_never_returns_is_given_up_and_its_slots_stay_its_own(
@@ -172,6 +196,29 @@ async def test_a_reader_s_lease_brings_a_prefix_up_by_its_name(node: Node) -> No
     assert await node.tiers.promote_named(last, node.clock.monotonic_ns() + 10**10) == 4
     assert node.pool.prefix(last) is not None
     assert node.in_memory(tokens) == 4
+
+
+async def test_a_prefix_longer_than_one_load_comes_up_whole_and_what_misses_a_block_does_not(node: Node) -> None:
+    tokens = prompt(1, 10)
+    node.compute(tokens)
+    await node.at_rest()
+    for seed in range(2, 6):
+        node.compute(prompt(seed, 4))
+        await node.at_rest()
+    names = hash_tokens(NS, tokens)
+    assert node.in_memory(tokens) == 0 and len(await node.tiers.everything()) == 26
+    deadline_ns = node.clock.monotonic_ns() + 10**10
+    before = node.medium.reads
+    assert await node.tiers.bring_up(names, deadline_ns)
+    # At most a quarter of the 16 slots is loaded at a time.
+    assert node.in_memory(tokens) == 10 and node.medium.reads == before + 3
+    # The disk goes with its node.
+    assert not node.tiers.outlives(names)
+    node.disk.purge(lambda block: block.sequence == names[5].sequence)
+    node.pool.purge(NS.digest)
+    node.flush()
+    assert not await node.tiers.bring_up(names, deadline_ns)
+    assert node.in_memory(tokens) in (0, 4)
 
 
 async def test_a_closing_node_writes_what_waits(node: Node) -> None:

@@ -5,6 +5,9 @@ purges, that count would start anew and the next purge would pass such blocks by
 what it knows; a replica begins with it and brings it to its peers.
 """
 
+import asyncio
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +19,8 @@ from kv_core.errors import KVError
 from kv_services.life import SystemDisk
 
 PURGES_BYTES_MAX: Final = 64 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class PurgeFileError(KVError):
@@ -68,3 +73,35 @@ class PurgeFile:
             self._disk.replace(self._path, msgspec.msgpack.encode(sealed))
         except OSError as error:
             raise PurgeFileError(path=str(self._path), cause=error.strerror or str(error)) from error
+
+
+class PurgeKeeper:
+    """Keeps a node's file up to date, off the loop. `raises` gives what the replica knows now; the file has that of the
+    beginning already, which was read from it."""
+
+    def __init__(self, file: PurgeFile, raises: Callable[[], tuple[RaiseCount, ...]]) -> None:
+        self._file = file
+        self._raises = raises
+        self._kept = raises()
+        self._saving: asyncio.Future[None] | None = None
+
+    def tick(self) -> None:
+        """Put new purges on disk; a disk that does not take them is asked again the next time."""
+        rows = self._raises()
+        if rows == self._kept or (self._saving is not None and not self._saving.done()):
+            return
+
+        def ended(saving: "asyncio.Future[None]") -> None:
+            error = None if saving.cancelled() else saving.exception()
+            if error is not None:
+                _log.error("purges not kept cause=%s", error)
+            elif not saving.cancelled():
+                self._kept = rows
+
+        self._saving = asyncio.get_running_loop().run_in_executor(None, self._file.save, rows)
+        self._saving.add_done_callback(ended)
+
+    async def close(self) -> None:
+        """Wait for what is being written. Idempotent."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])

@@ -52,8 +52,8 @@ class MoveCounts(msgspec.Struct, frozen=True):
     Attributes:
         kind: what they are given away for.
         state: `running`, `done`, or `failed` with the cause in `problem`.
-        total: blocks in memory when it began.
-        elsewhere: that others hold too.
+        total: blocks in memory when it began, and for a drain those in slower tiers.
+        elsewhere: that others hold too, or that the remote tier keeps, where others take them over.
         moved: that another node took.
         left: that stay, since nobody has room or they were gone when their turn came.
         open: not looked at yet.

@@ -16,6 +16,7 @@ from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId
 from kv_core.sharding import spread
 from kv_prefix.events import BlocksStored
+from kv_prefix.tiers.blocks import TierBlock
 
 UNITS_MAX: Final = 65_536
 """Shares are planned in units of at least a block, so that a plan for millions of blocks takes no longer than this."""
@@ -37,12 +38,13 @@ class _Node:
     parent: "_Node | None"
     tokens: bytes
     with_extras: bool
+    in_memory: bool = True
     num_children: int = 0
 
 
 @dataclass(slots=True)
 class Forest:
-    """What a pool held at one moment, as chains. Made from `BlockPool.snapshot`."""
+    """What a node held at one moment, as chains. Made from `BlockPool.snapshot` and what lies below."""
 
     num_blocks: int = 0
     _nodes: dict[bytes, _Node] = field(default_factory=dict)
@@ -54,9 +56,23 @@ class Forest:
             forest._add(run)
         return forest
 
+    def add_below(self, blocks: Sequence[TierBlock]) -> None:
+        """Add what lies in slower tiers. A block whose beginning is nowhere cannot be found, and is left out."""
+        for block in sorted(blocks, key=lambda block: block.block_idx):
+            parent = self._nodes.get(block.parent) if block.parent else None
+            if block.sequence not in self._nodes and (parent is not None or not block.parent):
+                node = _Node(
+                    block.block_hash, block.namespace, parent, block.tokens, bool(block.extras), in_memory=False
+                )
+                self._nodes[block.sequence] = node
+                if parent is not None:
+                    parent.num_children += 1
+                self.num_blocks += 1
+
     def leaves(self) -> list[BlockHash]:
-        """The last block of every chain, in a stated order."""
-        return sorted((node.name for node in self._nodes.values() if not node.num_children), key=_order)
+        """The last block of every chain, in a stated order: those in memory first, before others come up there."""
+        ends = [node for node in self._nodes.values() if not node.num_children]
+        return [node.name for node in sorted(ends, key=lambda node: (not node.in_memory, node.name.sequence))]
 
     def chain(self, leaf: BlockHash) -> Chain | None:
         """The chain that ends in `leaf`; None when content other than tokens lies in it, which does not move."""
@@ -138,7 +154,3 @@ def share_of(own: NodeId, held: Mapping[NodeId, int], weights: Mapping[NodeId, i
 def depths(matches: Iterable[tuple[NodeId, int]], allowed: Sequence[NodeId]) -> dict[NodeId, int]:
     """How deep each of `allowed` holds a chain, from an index's answer."""
     return {node: num_blocks for node, num_blocks in matches if node in allowed}
-
-
-def _order(name: BlockHash) -> bytes:
-    return name.sequence

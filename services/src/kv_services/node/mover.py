@@ -26,6 +26,8 @@ from kv_services.status_report import MoveCounts
 MOVE_TIMEOUT_NS: Final = 20_000_000_000
 TRIES: Final = 3
 NAMES_MAX: Final = 100
+BRING_UP_NS: Final = 20_000_000_000
+"""How long one chain may take to come up from the tiers below."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class Mover:
         if self.running:
             return
         forest = Forest.of(self._ctx.pool.snapshot())
-        self.counts = MoveCounts(kind, "running", total=forest.num_blocks, open=forest.num_blocks)
+        self.counts = MoveCounts(kind, "running")
         work = self._move(forest, quota, bytes_per_s)
         self._task = asyncio.get_running_loop().create_task(work, name=f"{kind} of {self._ctx.node_id}")
         self._task.add_done_callback(self._ended)
@@ -77,6 +79,10 @@ class Mover:
             self._count(state="failed", problem=str(error) or type(error).__name__)
 
     async def _move(self, forest: Forest, quota: dict[NodeId, int] | None, bytes_per_s: float) -> None:
+        if quota is None:
+            below = await self._ctx.tiers.everything()
+            await asyncio.get_running_loop().run_in_executor(None, forest.add_below, below)
+        self._count(total=forest.num_blocks, open=forest.num_blocks)
         for leaf in forest.leaves():
             if quota is not None and not any(quota.values()):
                 self._add("left", list(forest.only_here(leaf)), say=False)
@@ -90,7 +96,7 @@ class Mover:
         """See to one chain; the bytes that were read of it."""
         chain = forest.chain(leaf)
         own = list(forest.only_here(leaf))
-        if chain is None or self._ctx.pool.prefix(leaf) is None:
+        if chain is None or (quota is not None and self._ctx.pool.prefix(leaf) is None):
             self._add("left", own)
             return 0
         size, have = len(chain.names), 0
@@ -106,7 +112,7 @@ class Mover:
                 else {node: min(free, quota[node]) for node, free in self._room().items() if quota.get(node)}
             )
             choice = choose_target(size, depth, room)
-            if choice is None:
+            if choice is None or not await self._is_up(chain):
                 break
             target, first = choice
             if first == size:
@@ -125,9 +131,19 @@ class Mover:
                 quota[target] = max(0, quota[target] - len(own))
                 self._drop(own)
             return reply.nbytes
-        self._add("left", own[: max(0, size - have)])
-        self._add("elsewhere", own[max(0, size - have) :])
+        # In the remote tier it outlives this node: another one takes over what it left there.
+        missing = 0 if quota is None and self._ctx.tiers.outlives(chain.names) else max(0, size - have)
+        self._add("left", own[:missing])
+        self._add("elsewhere", own[missing:])
         return 0
+
+    async def _is_up(self, chain: Chain) -> bool:
+        """Whether all of a chain is in memory, from where others read it; what lies below is brought up first."""
+        if self._ctx.pool.prefix(chain.names[-1]) is not None:
+            return True
+        if self._ctx.tiers.outlives(chain.names):
+            return False
+        return await self._ctx.tiers.bring_up(chain.names, self._ctx.clock.monotonic_ns() + BRING_UP_NS)
 
     async def _send(self, chain: Chain, target: NodeId, first: int) -> PrefixAdopted:
         ctx = self._ctx

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv_consistency.update import NamespaceRef, RaiseCount
+from kv_consistency.update import NamespaceRef
 from kv_core.block import BlockRef
 from kv_core.clock import Clock
 from kv_core.hashing import BlockHash, hash_tokens
@@ -29,9 +29,9 @@ from kv_prefix.tiers.blocks import TierBlock
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
 from kv_services.node.orphans import Orphans
 from kv_services.node.pull_cost import PullCost
-from kv_services.node.tier import CLOSE_TIMEOUT_S, NodeTier, Opened
+from kv_services.node.tier import CLOSE_TIMEOUT_S, SLICE_BLOCKS, NodeTier, Opened
 from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
-from kv_services.purge_file import PurgeFile
+from kv_services.purge_file import PurgeFile, PurgeKeeper
 from kv_services.replica.service import ReplicaService
 from kv_services.status_report import TierCounts
 
@@ -98,9 +98,7 @@ class Tiers:
         self._started = self._closed = False
         self._keep: Callable[[TierBlock], bool] = lambda block: True
         self._later: list[_Later] = []
-        self._purge_file: PurgeFile | None = None
-        self._kept: tuple[RaiseCount, ...] = ()
-        self._keeping: asyncio.Future[None] | None = None
+        self._purges: PurgeKeeper | None = None
         self.tiers: list[NodeTier] = []
         self.orphans: Orphans | None = None
         """Who takes over what others left in the remote tier, once that is open."""
@@ -139,8 +137,7 @@ class Tiers:
 
     def keep_purges(self, file: PurgeFile) -> None:
         """Where purges outlive the process; they must, where blocks do."""
-        self._purge_file = file
-        self._kept = self._replica.manager.raises()
+        self._purges = PurgeKeeper(file, self._replica.manager.raises)
 
     def may_serve(self, block: TierBlock) -> bool:
         """Whether a block that somebody stored may be handed out: its weights and tenant are there, no purge came."""
@@ -186,31 +183,13 @@ class Tiers:
             if epoch > seen:
                 self._seen[namespace] = epoch
                 self._purge(namespace.digest, epoch)
-        self._keep_purges()
+        if self._purges is not None:
+            self._purges.tick()
         self._open_those_due()
         if self.orphans is not None:
             self.orphans.tick()
         for tier in self.tiers:
             tier.pump()
-
-    def _keep_purges(self) -> None:
-        """Put new purges on disk, off the loop; a disk that does not take them is asked again at the next tick."""
-        file = self._purge_file
-        if file is None or (self._keeping is not None and not self._keeping.done()):
-            return
-        rows = self._replica.manager.raises()
-        if rows == self._kept:
-            return
-
-        def ended(saving: "asyncio.Future[None]") -> None:
-            error = None if saving.cancelled() else saving.exception()
-            if error is not None:
-                _log.error("purges not kept cause=%s", error)
-            elif not saving.cancelled():
-                self._kept = rows
-
-        self._keeping = asyncio.get_running_loop().run_in_executor(None, file.save, rows)
-        self._keeping.add_done_callback(ended)
 
     def _start(self) -> None:
         self._started = True
@@ -294,6 +273,32 @@ class Tiers:
             return await self._bring_up(_Plan(match, tuple((tier, block) for block in chain)), deadline_ns)
         return 0
 
+    async def bring_up(self, names: Sequence[BlockHash], deadline_ns: int) -> bool:
+        """Bring up a whole prefix, whatever it costs, as many blocks at a time as may be; whether it is in memory."""
+        step = self._most_in_flight
+        for last in [*range(step - 1, len(names) - 1, step), len(names) - 1]:
+            await self.promote_named(names[last], deadline_ns)
+            if self._pool.prefix(names[last]) is None:
+                return False
+        return True
+
+    async def everything(self) -> list[TierBlock]:
+        """What the tiers hold and may serve."""
+        found: list[TierBlock] = []
+        for tier in self.tiers:
+            for first in range(0, tier.catalog.num_places, SLICE_BLOCKS):
+                places = range(first, min(first + SLICE_BLOCKS, tier.catalog.num_places))
+                found += filter(self.may_serve, tier.catalog.blocks(places))
+                await asyncio.sleep(0)
+        return found
+
+    def outlives(self, names: Sequence[BlockHash]) -> bool:
+        """Whether the remote tier has all of these blocks, so that others find them when this node is gone."""
+        return any(
+            tier.tier is Tier.REMOTE and all(tier.catalog.get(name) is not None for name in names)
+            for tier in self.tiers
+        )
+
     def below(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes, first: int) -> tuple[int, int]:
         """How many blocks of a prompt follow its first ones on disk and in the remote tier, without a hole."""
         found = {Tier.DISK: 0, Tier.REMOTE: 0}
@@ -311,8 +316,8 @@ class Tiers:
 
     async def close(self) -> None:
         """Send down what waits and give the media up."""
-        if self._keeping is not None:
-            await asyncio.wait([self._keeping])
+        if self._purges is not None:
+            await self._purges.close()
         self._closed = True
         opening = [later.opening for later in self._later if later.opening is not None]
         if opening:
@@ -414,7 +419,8 @@ class Tiers:
         began_ns = self._clock.monotonic_ns()
         timeout_ns = min(LOAD_TIMEOUT_NS, deadline_ns - began_ns)
         try:
-            got = await asyncio.wait_for(asyncio.shield(up), max(0, timeout_ns) / 1e9)
+            async with asyncio.timeout(max(0, timeout_ns) / 1e9):
+                got = await asyncio.shield(up)
         except TimeoutError:
             tier = plan.blocks[0][0]
             tier.gave_up(len(plan.blocks), self._clock.monotonic_ns() - began_ns)

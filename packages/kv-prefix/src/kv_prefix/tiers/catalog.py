@@ -295,9 +295,10 @@ class TierCatalog:
         events, self._events = self._events, []
         return events
 
-    def blocks(self) -> list[TierBlock]:
-        """Every stored block, by place."""
-        return [b for place, b in enumerate(self._block) if b is not None and self._state[place] is _State.STORED]
+    def blocks(self, among: range | None = None) -> list[TierBlock]:
+        """Every stored block, by place; or those in some places."""
+        places = range(self._num_places) if among is None else among
+        return [b for i in places if (b := self._block[i]) is not None and self._state[i] is _State.STORED]
 
     def stats(self) -> TierStats:
         """Sizes and counters."""
