@@ -63,9 +63,10 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
-bench-peers: setup ## Install other transfer engines, each by itself, and measure them beside ours (PEERS="nixl mooncake")
+bench-peers: setup ## Install other engines and indexes, each by itself, and measure them beside ours (PEERS="nixl dynamo")
 	@$(BIN)/python bench/peers/install.py $(PEERS)
 	@$(BIN)/python bench/transport.py --case peers $(BENCH_ARGS)
+	@test ! -d bench/peers/.envs/dynamo || $(BIN)/python bench/prefix.py $(BENCH_ARGS)
 
 sim: setup ## Simulate a whole cluster under seeded faults (SEED=1 SEEDS=1)
 	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)

@@ -1,14 +1,13 @@
 """Hashing, index and eviction of kv-prefix, beside Dynamo's index where that is installed: `python bench/prefix.py`.
 
 Dynamo's index runs in a process of its own, under `--peer-python` (an environment with `ai-dynamo-runtime`) or, without
-it, this interpreter if it has that package; nothing here needs it. Both sides are measured in turn, from data of the
-same size and kind, names prepared before. All times but the purge's are processor time of the process that works, on
-both sides, so that what else the machine did is not blamed on either.
+it, in the environment that `bench/peers/install.py dynamo` made, if it did; nothing here needs it. Both sides are
+measured in turn, from data of the same size and kind, names prepared before. All times but the purge's are processor
+time of the process that works, on both sides, so that what else the machine did is not blamed on either.
 """
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import random
 import statistics
@@ -38,6 +37,7 @@ EVENT: Final = 64
 NUM_HOLDERS: Final = 8
 SWEPT: Final = 64 << 20
 PEER: Final = "dynamo"
+PEER_PYTHON: Final = Path(__file__).resolve().parent / "peers" / ".envs" / PEER / "bin" / "python"
 
 HOLDERS: Final = [Holder(NodeId(f"node-{i:03}"), Incarnation(1)) for i in range(256)]
 
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the blocks")
     parser.add_argument("--peer-python", help="interpreter of an environment with ai-dynamo-runtime")
     options = parser.parse_args()
-    python = options.peer_python or (sys.executable if importlib.util.find_spec("dynamo") else None)
+    python = options.peer_python or (str(PEER_PYTHON) if PEER_PYTHON.exists() else None)
     peer = Peer(python) if python else None
     scale = 10 if options.quick else 1
     report = Report("prefix")
