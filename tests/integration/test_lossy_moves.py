@@ -1,15 +1,25 @@
 """KV that crosses in FP8 lives under its own fidelity: a real cluster, a real (tiny) model, two kinds of requests."""
 
+import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kv_bus.interface import PeerAddress
+from kv_bus.ports import pick_ports
+from kv_client import Client, ClientConfig, Miss
+from kv_core.ids import NodeId
+from kv_core.namespace import Fidelity, Namespace
 from kv_services.config import ModelSection
 from kv_services.engine.load import EngineSpec, open_model, open_text
 from kv_services.engine.paged_kv import BufferPagedKV
 from kv_services.engine.single import GenerationRequest, SingleProcess
+from kv_services.gateway.tenancy import OPEN_TENANT, Caller, fold_salt
+from tests.client.helpers_client import admit, transport
 from tests.engine.helpers_engine import TinyLlama
-from tests.integration.helpers_integration import BLOCK, prompt, running
+from tests.integration.helpers_integration import BLOCK, Fabric, prompt, running
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -40,6 +50,11 @@ async def test_what_moved_lossily_is_found_under_its_own_fidelity_and_never_serv
         moved = await fabric.metric("decode-1", "kv_transfer_bytes_total")
         choice = (await fabric.status("prefill-1")).codecs
         assert choice == {"decode-1": "fp8_e4m3: it was asked for"}
+        sent, received = [await read(fabric, node, model, one, FP8) for node in ("prefill-1", "decode-1")]
+        assert 0 < np.abs(sent - received).max() < np.abs(sent).max() / 8, "what a codec leaves of it"
+        for node in ("prefill-1", "decode-1"):
+            with pytest.raises(Miss):
+                await read(fabric, node, model, one, "exact")
 
         exact = await fabric.ask(one, 12, ignore_eos=True)
         assert exact.cached == 0, "a request that says nothing was given lossy KV"
@@ -61,6 +76,45 @@ async def test_what_moved_lossily_is_found_under_its_own_fidelity_and_never_serv
         refused = await fabric.ask(one, 4, kv_fidelity="int8/1")
         assert refused.status == 400 and refused.is_clear_error() and "exact, fp8_e4m3/1" in str(refused.error)
         await fabric.settle()
+
+
+async def read(
+    fabric: Fabric, holder: str, model: ModelSection, tokens: tuple[int, ...], fidelity: str
+) -> "np.ndarray[Any, Any]":
+    """The KV of the prompt's first blocks as a reader gets it from that node, in float32."""
+    info = open_text(EngineSpec(model.engine, Path(model.path)))[0]
+    geometry = info.geometry.block_geometry(model.dtype, model.block_size)
+    namespace = Namespace(
+        model.id,
+        info.weights_revision,
+        salt=fold_salt(Caller(OPEN_TENANT)),
+        dtype=model.dtype,
+        fidelity=Fidelity.parse(fidelity),
+        block_size=model.block_size,
+    )
+    cluster, node, name = fabric.config, fabric.config.node(holder), NodeId(f"reader-{next(_READERS)}")
+    admit(cluster.keys_path, cluster.allow_list_path, name)
+    requests, events = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
+    settings = ClientConfig(
+        node_id=name,
+        requests=requests,
+        events=events,
+        keys_folder=cluster.keys_path,
+        allow_list=cluster.allow_list_path,
+        holder=PeerAddress(node.node_id, node.bus_endpoint, node.events_endpoint),
+        geometry=geometry,
+        num_slots=8,
+        transport=transport(None),
+        timeout_ms=30_000,
+    )
+    async with Client(settings) as client:
+        with await client.get_blocks(namespace, tokens, 6) as blocks:
+            await blocks.wait()
+            bits = np.array([blocks.array(layer) for layer in range(geometry.num_layers)])
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+_READERS = itertools.count()
 
 
 def reference(model: ModelSection, tokens: tuple[int, ...], count: int) -> bytes:
