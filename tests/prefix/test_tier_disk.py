@@ -56,6 +56,16 @@ def test_a_thousand_random_blocks_come_back_equal(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_is_not_in_the_page_cache_any_more_is_read_from_the_device(tmp_path: Path) -> None:
+    fill(tmp_path, range(250), num_blocks=1000)
+    with (tmp_path / "blocks").open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    store, held = open_store(tmp_path, 1000)
+    assert read_back(store, held) == [content(item.block.sequence) for item in held]
+    store.close()
+
+
 def test_a_folder_is_one_process_s(tmp_path: Path) -> None:
     store, _ = open_store(tmp_path, 8)
     with pytest.raises(TierInUseError):

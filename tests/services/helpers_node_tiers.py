@@ -122,7 +122,8 @@ class Node:
     def kv_of(self, tokens: list[int], block_idx: int) -> NDArray[np.float16]:
         """The KV of one block, which follows from all tokens up to it: no two blocks are alike."""
         draw = np.random.default_rng(tokens[: 4 * block_idx + 4])
-        return draw.integers(0, 2048, self.arena.array[0].shape).astype(np.float16)
+        values: NDArray[np.int64] = draw.integers(0, 2048, self.arena.array[0].shape)
+        return values.astype(np.float16)
 
     def compute(self, tokens: list[int]) -> None:
         """KV of a prompt's full blocks."""

@@ -177,6 +177,7 @@ class NodeTier:
         loaded."""
         placed = self.catalog.adopt(blocks)
         bind(placed)
+        self._count("adopted", len(placed))
         self.announce()
         return placed
 
