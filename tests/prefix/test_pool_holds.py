@@ -182,3 +182,23 @@ def test_every_hold_is_listed_with_its_owner_and_end() -> None:
     for receipt in (table, lease, pin):
         pool.release(receipt)
     assert pool.holds() == [] and pool.stats().operator_pins == 0
+
+
+def test_after_any_number_of_reads_the_counts_are_what_they_were() -> None:
+    """A reference that a reader forgets pins a block for ever, elsewhere: here each is one receipt, given back once."""
+    pool = make_pool()
+    store(pool, text(2))
+    found, before = match(pool, text(2)), pool.stats()
+    for number in range(50):
+        lease = pool.lease_match(READER, found, until_ns=number + 1)
+        copy = pool.hold("transfer", found.refs)
+        table = pool.open("request", found, 1, use_partial=False).table
+        assert pool.stats().pinned == 3
+        if number % 2:
+            pool.release(lease.receipt)
+        else:
+            pool.expire(number + 1)
+        pool.release(table)
+        pool.release(copy)
+    assert pool.stats() == before and pool.holds() == []
+    pool.check()
