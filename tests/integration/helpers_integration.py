@@ -20,6 +20,7 @@ from kv_services.config import (
     ClusterConfig,
     LimitsSection,
     ModelSection,
+    ReplicationSection,
     RoutingSection,
     TenantConfig,
     TiersSection,
@@ -230,6 +231,7 @@ async def running(
     tls_folder: str = "",
     codec: str = "auto",
     routing: RoutingSection | None = None,
+    replication: ReplicationSection | None = None,
     model: ModelSection = MODEL,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
@@ -253,6 +255,7 @@ async def running(
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))
         config = msgspec.structs.replace(config, cluster=cluster_section, routing=routing or config.routing)
+        config = msgspec.structs.replace(config, replication=replication or config.replication)
         cluster = LocalCluster(config)
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=0)

@@ -221,6 +221,20 @@ class ShardingSection(_Section, frozen=True, kw_only=True):
     ] = 30_000
 
 
+class ReplicationSection(_Section, frozen=True, kw_only=True):
+    """Copies of prefixes that are asked for often, so that losing one node does not lose what everybody uses."""
+
+    copies: Annotated[
+        int, Meta(ge=1, le=16, description="nodes that shall hold such a prefix; 1: no copies are made")
+    ] = 2
+    uses_per_minute: Annotated[
+        float, Meta(gt=0, le=1e6, description="uses at one node, faded by half each minute, that make a prefix hot")
+    ] = 8.0
+    share: Annotated[
+        float, Meta(ge=0, le=0.5, description="most of a node's blocks that copies may take from colder ones")
+    ] = 0.1
+
+
 class DiskTierSection(_Section, frozen=True, kw_only=True):
     """KV on disk, below each node's memory. Survives restarts; checked by CRC-64 when it is loaded."""
 
@@ -412,6 +426,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     health: HealthSection = HealthSection()
     limits: LimitsSection = LimitsSection()
     routing: RoutingSection = RoutingSection()
+    replication: ReplicationSection = ReplicationSection()
     sharding: ShardingSection = ShardingSection()
     pool: PoolSection = PoolSection()
     tiers: TiersSection = TiersSection()

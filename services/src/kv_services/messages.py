@@ -215,13 +215,15 @@ class PrefixComputed(Message, frozen=True, tag="prefix_computed"):
 
 class AdoptPrefix(Message, frozen=True, tag="adopt_prefix"):
     """A node to another that shall hold a prefix from now on: its tokens, and leave to read its blocks from
-    `first_block` on. Those before it are there already, or the answer is an error."""
+    `first_block` on. Those before it are there already, or the answer is an error. A `copy` of what is asked for often
+    may take the place of colder blocks."""
 
     namespace: Annotated[bytes, Meta(min_length=16, max_length=16)]
     scopes: tuple[bytes, ...]
     tokens: TokenBytes
     first_block: Count
     grant: bytes
+    copy: bool = False
 
 
 class PrefixAdopted(Message, frozen=True, tag="prefix_adopted"):

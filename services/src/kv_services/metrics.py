@@ -89,6 +89,7 @@ class Metrics:
         )
         self.tokens = Counter("kv_tokens", "Tokens computed", ["phase"], registry=reg)
         self.ttft = Histogram("kv_time_to_first_token_seconds", "At the gateway", buckets=_SECONDS, registry=reg)
+        self.hot_copies = Counter("kv_hot_copies", "Hot prefixes that were copied to another node", registry=reg)
         self.members = Gauge("kv_members", "Members by what is known of them", ["liveness"], registry=reg)
         self.loop_lag = Gauge("kv_loop_lag_seconds", "Longest recent delay of the event loop", registry=reg)
         self.bus_refused = Gauge("kv_bus_refused", "Bus messages refused since start", registry=reg)

@@ -202,6 +202,17 @@ class PoolHolds:
         names = tuple(name for slot in chain if (name := self._slots.hash[slot]) is not None)
         return PoolMatch(self._slots.namespace[last], names, self._refs(chain), None, len(chain) * self.block_size)
 
+    def prefix_tokens(self, block_hash: BlockHash) -> bytes | None:
+        """The tokens (uint32, little-endian) of the whole prefix that ends in a block; None when it is not held, or
+        when content other than tokens lies in it."""
+        last = self._slots.find(block_hash.sequence)
+        if last is None or self._slots.hash[last] != block_hash:
+            return None
+        chain = self._slots.chain(last)
+        if any(slot in self._slots.extras for slot in chain):
+            return None
+        return b"".join([self._slots.tokens[slot] for slot in chain])
+
     def is_evictable(self, block_hash: BlockHash) -> bool:
         """Whether a block is held, and nothing keeps it from being evicted."""
         slot = self._slots.find(block_hash.sequence)

@@ -1,7 +1,8 @@
 """Takes prefixes that another node gives away: reads them at LOW priority, verifies, commits, claims.
 
 A1: blocks become findable only when every byte of them was verified, and only after those before them.
-A2: nothing is evicted to make room: what does not fit into free slots is refused.
+A2: nothing is evicted to make room: what does not fit into free slots is refused. Only copies of hot prefixes may take
+    the place of colder blocks, and all of them together no more than their share of the arena.
 A3: names are computed here from the tokens; nobody's word is taken for them.
 A4: a cancelled caller, a lost source or a deadline frees no slot that may still be written to.
 """
@@ -19,7 +20,7 @@ from kv_core.block_hashes import BlockHashes
 from kv_core.checksum import crc32c
 from kv_core.errors import KVError
 from kv_core.hash_chain import chain_blocks
-from kv_core.hashing import TOKEN_BYTES
+from kv_core.hashing import TOKEN_BYTES, BlockHash
 from kv_core.ids import NodeId
 from kv_services.errors import MoveRefusedError
 from kv_services.messages import AdoptPrefix, PrefixAdopted
@@ -38,6 +39,7 @@ class Adopter:
         self._ctx = ctx
         self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[PrefixAdopted]] = {}
+        self._copies: dict[BlockHash, int] = {}
         self.refusing = ""
 
     def __len__(self) -> int:
@@ -82,9 +84,8 @@ class Adopter:
             raise MoveRefusedError(node=ctx.node_id, reason=reason)
         if len(match.refs) == len(names):
             return PrefixAdopted(0, 0)
-        free, need = ctx.pool.stats().free, len(names) - first
-        if need > free:
-            raise MoveRefusedError(node=ctx.node_id, reason=f"{need} blocks, {free} are free")
+        need = len(names) - first
+        self._require_room(names[-1], need, copy=message.copy)
         before = dataclasses.replace(
             match,
             block_hashes=match.block_hashes[:first],
@@ -103,6 +104,20 @@ class Adopter:
             ctx.pool.release(opened.table)
             ctx.flush_pool_events()
         return PrefixAdopted(len(names) - len(match.refs), moved)
+
+    def _require_room(self, last: BlockHash, need: int, *, copy: bool) -> None:
+        pool = self._ctx.pool
+        stats = pool.stats()
+        if need <= stats.free:
+            return
+        if not copy:
+            raise MoveRefusedError(node=self._ctx.node_id, reason=f"{need} blocks, {stats.free} are free")
+        self._copies = {name: count for name, count in self._copies.items() if pool.prefix(name) is not None}
+        taken, most = sum(self._copies.values()), int(self._ctx.config.replication.share * stats.total)
+        if taken + need > most:
+            reason = f"{need} blocks, {stats.free} are free, and copies have {taken} of {most}"
+            raise MoveRefusedError(node=self._ctx.node_id, reason=reason)
+        self._copies[last] = need
 
     async def _read(
         self, owner: str, source: NodeId, grant: ReadGrant, refs: tuple[BlockRef, ...], deadline_ns: int

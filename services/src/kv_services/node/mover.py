@@ -12,18 +12,18 @@ from typing import Final, Literal
 import msgspec
 
 from kv_core.errors import KVError
-from kv_core.hashing import BlockHash, token_digest
+from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId
 from kv_prefix.events import RemovalReason
 from kv_services.config import Role
 from kv_services.membership.actor import ClusterView
-from kv_services.messages import AdoptPrefix, PrefixAdopted
+from kv_services.messages import PrefixAdopted
 from kv_services.node.context import NodeContext
 from kv_services.node.move_plan import Chain, Forest, choose_target, depths
+from kv_services.node.offering import offer
 from kv_services.node.store import LeaseDesk
 from kv_services.status_report import MoveCounts
 
-MOVE_TIMEOUT_NS: Final = 20_000_000_000
 TRIES: Final = 3
 NAMES_MAX: Final = 100
 BRING_UP_NS: Final = 20_000_000_000
@@ -120,7 +120,7 @@ class Mover:
                 reply = PrefixAdopted(0, 0)
             else:
                 try:
-                    reply = await self._send(chain, target, first)
+                    reply = await offer(self._ctx, self._leases, chain, target, first)
                 except KVError as error:
                     _log.warning("prefix not moved target=%s blocks=%d cause=%s", target, size - first, error)
                     await asyncio.sleep(0.1)
@@ -144,27 +144,6 @@ class Mover:
         if self._ctx.tiers.outlives(chain.names):
             return False
         return await self._ctx.tiers.bring_up(chain.names, self._ctx.clock.monotonic_ns() + BRING_UP_NS)
-
-    async def _send(self, chain: Chain, target: NodeId, first: int) -> PrefixAdopted:
-        ctx = self._ctx
-        deadline_ns = ctx.clock.monotonic_ns() + MOVE_TIMEOUT_NS
-        ctx.recovery.tried(target)
-        await ctx.introductions.ensure(target, deadline_ns)
-        namespace = ctx.replica.known(chain.namespace, ctx.block_size)
-        lease_id, grant = self._leases.grant(
-            target,
-            chain.namespace,
-            chain.names[-1],
-            token_digest(chain.tokens),
-            first_block=first,
-            num_blocks=len(chain.names),
-            lease_ns=MOVE_TIMEOUT_NS,
-        )
-        try:
-            ask = AdoptPrefix(chain.namespace, namespace.scopes, chain.tokens, first, grant)
-            return await ctx.bus.request(target, ask, expect=PrefixAdopted, deadline_ns=deadline_ns)
-        finally:
-            self._leases.end(lease_id)
 
     def _depths(self, chain: Chain) -> dict[NodeId, int]:
         readable = self._cluster.alive(Role.PREFILL, Role.DECODE, Role.STORE)

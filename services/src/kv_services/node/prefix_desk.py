@@ -96,6 +96,11 @@ class PastRequests:
     def __init__(self, limit: int = PAST_REQUESTS_MAX) -> None:
         self._limit = limit
         self._prompts: OrderedDict[str, tuple[Namespace, bytes]] = OrderedDict()
+        self._listeners: list[Callable[[Namespace, bytes], None]] = []
+
+    def listen(self, listener: Callable[[Namespace, bytes], None]) -> None:
+        """Call `listener` with each prompt from now on."""
+        self._listeners.append(listener)
 
     def note(self, request_id: str, namespace: Namespace, tokens: bytes) -> None:
         """Remember a request."""
@@ -103,6 +108,8 @@ class PastRequests:
         self._prompts.move_to_end(request_id)
         while len(self._prompts) > self._limit:
             self._prompts.popitem(last=False)
+        for listener in self._listeners:
+            listener(namespace, tokens)
 
     def get(self, request_id: str) -> tuple[Namespace, bytes] | None:
         """Its namespace and tokens, if it is remembered."""

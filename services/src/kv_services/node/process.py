@@ -41,6 +41,7 @@ from kv_services.node.decode_events import EndAsked, PeerDied, TimePassed
 from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.event_telling import event_children
 from kv_services.node.exact_blocks import ExactBlocks
+from kv_services.node.hot_copier import HotCopier
 from kv_services.node.introductions import Introducer
 from kv_services.node.operations import Operations
 from kv_services.node.prefill import PrefillActor
@@ -132,6 +133,7 @@ class NodeWork:
         self.leases = LeaseDesk(ctx)
         self.shards = ShardDesk(ctx, shard_engine(model), base.events)
         self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.shards)
+        self.copier = HotCopier(ctx, base.cluster, self.leases, base.events)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
         self.prefixes = PrefixDesk(ctx, model.info.weights_revision, self.in_flight.table)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx, self._plan_pull).adopt)
@@ -172,6 +174,7 @@ class NodeWork:
     async def close(self) -> None:
         if self._closed is not None:
             self._closed.set()
+        await self.copier.close()
         await self.operations.close()
         await self.decode.close()
         await self.prefill.close()
@@ -246,6 +249,7 @@ class NodeWork:
         self.clients.tick(self._sessions)
         self.ctx.tiers.tick()
         self._evict_ahead()
+        self.copier.tick()
         self._count_holders()
 
     def _evict_ahead(self) -> None:
