@@ -6,12 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.errors import KVError, RemoteProtocolError
-from kv_core.ids import NodeId, RequestId
+from kv_core.ids import NodeId, RequestId, TenantId
 from kv_core.sharding import Placement
+from kv_core.wire import WIRE_REVISION
+from kv_services.config import Role
 from kv_services.config_errors import ConfigError
 from kv_services.config_file import parse_config
 from kv_services.engine.shard_math import Partials
+from kv_services.gateway.completer import GenerationRequest, KVOptions, SamplingParams
 from kv_services.gateway.oversize import Nodes, Oversize, oversize_rule
+from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
 from kv_services.gateway.routing_state import (
     DecodeFailed,
     EndAt,
@@ -88,6 +92,34 @@ def test_no_room_now_may_come_again_and_no_room_ever_may_not() -> None:
         rule().pieces(R, 90, 92, nodes({A: load(10), B: load(10)}, dead={C: load(10)}), ())
     with pytest.raises(ClusterFullError):
         rule().pieces(R, 90, 92, nodes({A: load(10), B: load(10)}, dead={C: Load()}), ())
+
+
+class Seen:
+    """Two decode nodes that were heard of, one that is dead, and a gateway."""
+
+    def __init__(self, revisions: dict[NodeId, int]) -> None:
+        self.revisions = revisions
+        self.roles = {A: Role.DECODE, B: Role.PREFILL, C: Role.DECODE, P: Role.GATEWAY}
+
+    def certain(self, *roles: Role) -> list[NodeId]:
+        return [node for node in (A, B) if self.roles[node] in roles]
+
+    def load_of(self, node_id: NodeId) -> Load:
+        return load(10)
+
+    def wire_revision(self, node_id: NodeId) -> int:
+        return self.revisions[node_id]
+
+
+def test_a_node_that_does_not_know_the_messages_yet_gets_no_piece() -> None:
+    sampling = SamplingParams(max_tokens=13)
+    request = GenerationRequest(R, TenantId("t"), "m", (1,) * 60, sampling, (), 0, 0, KVOptions(""))
+    assert sizes_of(request) == (59, 72)
+    decode, prefill = {A: load(10)}, {B: load(10)}
+    seen = Seen({A: WIRE_REVISION, B: WIRE_REVISION})
+    assert {p.node for p in place_in_pieces(rule(), seen, request, (), decode, prefill)} == {A, B}
+    with pytest.raises(ClusterFullError):
+        place_in_pieces(rule(), Seen({A: WIRE_REVISION, B: 0}), request, (), decode, prefill)
 
 
 PIECES = (Placement(0, 2, 0, 40, A), Placement(2, 4, 0, 40, B))

@@ -17,6 +17,7 @@ from kv_bus.control import CONTROL
 from kv_consistency.messages import MESSAGES
 from kv_core.wire import WIRE_VERSION, Registry
 from kv_services.messages import ROLE_MESSAGES
+from kv_services.sharded.messages import SHARD_MESSAGES
 
 Field = tuple[str, str, bool]
 """Name, type, and whether it may be missing."""
@@ -34,7 +35,7 @@ class Surface(msgspec.Struct, frozen=True):
 
 def registry() -> Registry:
     """Every type that a process of the cluster registers."""
-    return Registry(*ROLE_MESSAGES, *MESSAGES).include(CONTROL)
+    return Registry(*ROLE_MESSAGES, *SHARD_MESSAGES, *MESSAGES).include(CONTROL)
 
 
 def surface(types: Registry) -> Surface:

@@ -152,6 +152,12 @@ class ClusterView:
             if heartbeat.compatibility is not None
         }
 
+    def wire_revision(self, node_id: NodeId) -> int:
+        """The wire revision that a member speaks; 0, the first, before its first heartbeat."""
+        heartbeat = self._loads.get(node_id)
+        told = heartbeat.compatibility if heartbeat is not None else None
+        return told.wire_revision if told is not None else 0
+
     def incarnation(self, node_id: NodeId) -> Incarnation:
         """The living incarnation of a member; 0 before its first sign of life."""
         member = self.view.members.get(node_id)

@@ -15,6 +15,9 @@ from kv_core.sharding import Placement
 from kv_core.wire import Message
 from kv_services.messages import Count, Epoch, Name, NamespaceFields, ReserveDecode, Sampling, TokenBytes
 
+SINCE_REVISION: Final = 1
+"""The wire revision that brought these messages."""
+
 PIECES_MAX: Final = 256
 """Nodes that hold one sequence: more would spend their time on messages."""
 
