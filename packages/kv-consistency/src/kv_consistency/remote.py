@@ -4,7 +4,6 @@ from kv_consistency import anti_entropy, limits, local, sync
 from kv_consistency.effects import BroadcastUpdates, Effect, ReportResync, SendTo
 from kv_consistency.errors import (
     ClockBoundReachedError,
-    ClockJumpedError,
     LimitReachedError,
     MalformedUpdateError,
     RemoteClockAheadError,
@@ -409,30 +408,11 @@ def _follow_clock(
 ) -> bool:
     """Merge a peer's stamp; False when it cannot be followed, and the message must be left alone. One that is not
     `fresh` was given out some time ago and says little of what the peer's clock reads now."""
-    if not joining and (not replica.synced or replica.peer_clocks.jumped):
-        return _follow_in_doubt(replica, stamp, at, out, fresh)
     try:
         if joining:
-            replica.clock.adopt_floor(stamp, at.wall_ns, replica.config.join_offset_max_ns)
+            replica.adopt(stamp, at, out)
         else:
-            replica.clock.merge(stamp, at.wall_ns, at.now_ns)
-    except ClockJumpedError:
-        return _follow_in_doubt(replica, stamp, at, out, fresh)
-    except RemoteClockAheadError as error:
-        replica.report_ahead(stamp.node, error, out)
-        return False
-    except ClockBoundReachedError:
-        replica.want_bound(max(stamp.wall_ns, replica.trusted_wall(at, out)), out)
-        return False
-    if replica.ahead:
-        replica.ahead.discard(stamp.node)
-    return True
-
-
-def _follow_in_doubt(replica: Replica, stamp: Timestamp, at: Instant, out: list[Effect], fresh: bool) -> bool:
-    """Merge a peer's stamp while this replica is new or its wall has jumped: peers' clocks are compared with ours."""
-    try:
-        replica.follow(stamp, at, out, fresh)
+            replica.follow(stamp, at, out, fresh)
     except (RemoteClockAheadError, ClockBoundReachedError):
         return False
     return True

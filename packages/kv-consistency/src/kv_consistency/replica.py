@@ -187,13 +187,21 @@ class Replica:
     def follow(self, stamp: Timestamp, at: Instant, out: list[Effect], fresh: bool = True) -> Timestamp:
         """Rise above a peer's stamp; one that lies too far ahead is reported once until a right one comes. A `fresh`
         one counts among the peers' clocks (peer_clocks.py)."""
-        wall_ns = self.trusted_wall(at, out)
-        clocks, ahead = self.peer_clocks, False
+        clocks, ahead, wall_ns = self.peer_clocks, False, at.wall_ns
         try:
-            if not self.synced and clocks.most_are_ahead(at.now_ns):
-                # We are new to a cluster that lives ahead of walls which were set back.
-                self.clock.adopt_floor(stamp, wall_ns, self.config.join_offset_max_ns)
-            risen = self.clock.merge(stamp, wall_ns)
+            if self.synced and not clocks.jumped:
+                # Nearly always: nothing is in doubt that peers' clocks would be asked for.
+                try:
+                    risen = self.clock.merge(stamp, wall_ns, at.now_ns)
+                except ClockJumpedError as error:
+                    wall_ns = self.instead_of_jump(error, at, out)
+                    risen = self.clock.merge(stamp, wall_ns)
+            else:
+                wall_ns = self.trusted_wall(at, out)
+                if not self.synced and clocks.most_are_ahead(at.now_ns):
+                    # We are new to a cluster that lives ahead of walls which were set back.
+                    self.clock.adopt_floor(stamp, wall_ns, self.config.join_offset_max_ns)
+                risen = self.clock.merge(stamp, wall_ns)
         except RemoteClockAheadError as error:
             ahead = True
             self.report_ahead(stamp.node, error, out)
@@ -204,8 +212,21 @@ class Replica:
         finally:
             if fresh and (ahead or not self.synced or clocks.jumped):
                 clocks.heard(stamp.node, stamp.wall_ns, at.wall_ns, at.now_ns, ahead)
-        self.ahead.discard(stamp.node)
+        if self.ahead:
+            self.ahead.discard(stamp.node)
         return risen
+
+    def adopt(self, stamp: Timestamp, at: Instant, out: list[Effect]) -> None:
+        """Begin at the stamp of the peer whose state is being taken, further ahead than could be followed."""
+        try:
+            self.clock.adopt_floor(stamp, at.wall_ns, self.config.join_offset_max_ns)
+        except RemoteClockAheadError as error:
+            self.report_ahead(stamp.node, error, out)
+            raise
+        except ClockBoundReachedError:
+            self.want_bound(max(stamp.wall_ns, self.trusted_wall(at, out)), out)
+            raise
+        self.ahead.discard(stamp.node)
 
     def report_ahead(self, node: NodeId, error: RemoteClockAheadError, out: list[Effect]) -> None:
         """Say that a peer's clock is ahead, once an episode."""
