@@ -29,6 +29,32 @@ def namespace(tenant: str) -> Namespace:
     return Namespace(MODEL.id, "stub-1", salt=salt, dtype=MODEL.dtype, block_size=BLOCK)
 
 
+async def holders(fabric: Fabric, tenant: str, key: str) -> tuple[int, dict[str, dict[str, object]]]:
+    """What the gateway's index says of who holds the prompt."""
+    ask = {"tenant": tenant, "tokens": list(PROMPT)}
+    headers = {"Authorization": f"Bearer {key}"}
+    url = f"{fabric.cluster.url('gateway')}/prefix/lookup"
+    async with fabric.session.post(url, json=ask, headers=headers) as response:
+        found = await response.json()
+        return response.status, {one["node"]: one for one in found.get("holders", ())}
+
+
+async def the_gateway_lists_what_it_follows(fabric: Fabric) -> None:
+    """A followed engine holds what it told of, and is nobody to send requests to."""
+    operator = fabric.config.cluster.operator_keys[0]
+
+    async def listed() -> bool:
+        return "engine" in (await holders(fabric, "told", operator))[1]
+
+    await until(listed)
+    _, found = await holders(fabric, "told", operator)
+    assert found["engine"]["blocks"] == found["prefill-1"]["blocks"] == 6
+    assert found["engine"]["takes_requests"] is False and found["prefill-1"]["takes_requests"] is True
+    assert "engine" not in (await holders(fabric, "hidden", operator))[1]
+    assert (await holders(fabric, "told", KEYS["told"]))[0] == 403
+    assert (await holders(fabric, "nobody", operator))[0] == 400
+
+
 async def test_a_node_tells_of_the_tenants_that_are_named_and_of_no_other() -> None:
     with PortReservation() as ports:
         events_port, replay_port = ports.take(), ports.take()
@@ -70,6 +96,7 @@ async def test_a_node_tells_of_the_tenants_that_are_named_and_of_no_other() -> N
                 assert index.lookup(hash_tokens(namespace("told"), PROMPT))[0].num_blocks == 6
                 assert not index.lookup(hash_tokens(namespace("hidden"), PROMPT))
                 assert one.refused == 0 and one.follower.stats.recoveries == 1
+                await the_gateway_lists_what_it_follows(fabric)
             finally:
                 await one.close()
                 await running

@@ -52,6 +52,8 @@ async def test_prefixes_are_warmed_pinned_explained_shared_and_purged(tmp_path: 
         status, found = await kvctl(file, "warm", *mine, "--pin", "system")
         assert status == 0 and found["pins"]["prefill-1"] == {"pinned": 10, "of": 10}, found
         assert await verdicts(file, "prefill-1", *mine) == ["hit"] * 10
+        status, found = await kvctl(file, "lookup", *mine)
+        assert status == 0 and {one["node"]: one["blocks"] for one in found["holders"]}["prefill-1"] == 10, found
         await quotas_hold(fabric, file, tmp_path)
         await tenants_see_what_they_may(fabric, file, tokens)
 

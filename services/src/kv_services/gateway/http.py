@@ -4,7 +4,8 @@ Decides routes and life cycle; bodies and sockets are `http_io`, one request's l
 nodes: a `Completer` turns requests into tokens.
 
 H4: every request that is HTTP gets an answer in OpenAI's form, errors too; a client's fault is never a 5xx.
-H6: without credentials nothing but /healthz answers once there are keys; no route but the two POSTs changes anything.
+H6: without credentials nothing but /healthz answers once there are keys; no route but the two POSTs below /v1 changes
+    anything.
 H8: without keys only this machine is served, and only under a loopback name, so that no web page reaches it by a name
     of its own that leads here.
 """
@@ -35,7 +36,7 @@ from kv_services.gateway.errors import (
     fault_of,
 )
 from kv_services.gateway.generation import Generation, GenerationSettings, Parse, as_kv_error
-from kv_services.gateway.http_io import JSON_TYPE, REQUEST_ID_HEADER, client_gone, send_whole
+from kv_services.gateway.http_io import JSON_TYPE, REQUEST_ID_HEADER, client_gone, read_json_body, send_whole
 from kv_services.gateway.openai_answers import ModelCard, ModelList, encode, error_answer
 from kv_services.gateway.openai_schema import CHAT, COMPLETIONS, shorten
 from kv_services.gateway.tenancy import ApiKeys, is_loopback
@@ -65,12 +66,14 @@ class FrontHooks:
         status: the JSON text of /status.
         unready: why this gateway cannot serve now, for /healthz; "" if it can.
         observe: told of every completion request when it is over, refused ones too.
+        lookup: answers operators' /prefix/lookup; raises what the client did wrong.
     """
 
     metrics: Callable[[], bytes]
     status: Callable[[], bytes]
     unready: Callable[[], str] = _always_ready
     observe: Callable[[RequestRecord], None] = _nobody
+    lookup: Callable[[bytes], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,8 @@ class HttpFront:
         self._add(app, "GET", "/healthz", self._healthz)
         self._add(app, "GET", "/metrics", self._metrics)
         self._add(app, "GET", "/status", self._status)
+        if self._hooks.lookup is not None:
+            self._add(app, "POST", "/prefix/lookup", self._lookup(self._hooks.lookup))
         self._add(app, "", "/{path:.*}", self._no_route)
         return app
 
@@ -271,6 +276,14 @@ class HttpFront:
     async def _status(self, request: web.Request, request_id: RequestId) -> web.StreamResponse:
         self._keys.check_operator(request.headers.get("Authorization"))
         return await self._send(request, 200, self._hooks.status(), {REQUEST_ID_HEADER: request_id})
+
+    def _lookup(self, answer: Callable[[bytes], bytes]) -> _Handler:
+        async def handler(request: web.Request, request_id: RequestId) -> web.StreamResponse:
+            self._keys.check_operator(request.headers.get("Authorization"))
+            body = await read_json_body(request, timeout_s=self._settings.body_timeout_s)
+            return await self._send(request, 200, answer(body), {REQUEST_ID_HEADER: request_id})
+
+        return handler
 
     async def _no_route(self, request: web.Request, request_id: RequestId) -> web.StreamResponse:
         raise RouteNotFoundError(path=shorten(request.path))

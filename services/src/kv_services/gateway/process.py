@@ -18,6 +18,7 @@ from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.oversize import Oversize, oversize_rule
 from kv_services.gateway.placing import Placer
+from kv_services.gateway.prefix_lookup import PrefixLookup
 from kv_services.gateway.tenancy import ApiKeys
 from kv_services.in_flight_watch import InFlightWatch
 from kv_services.messages import Load
@@ -66,6 +67,8 @@ def build(base: Base) -> list[ChildSpec]:
     base.serves(config.model.id, info.weights_revision)
     policy = config.routing.policy
     placer = Placer(make_placement_policy(policy), make_placement_policy(policy), config.model.block_size)
+    in_flight = InFlightWatch(base.cluster, base.clock)
+    lookup = PrefixLookup(config, base.index, info.weights_revision, in_flight)
     completer = ClusterCompleter(
         GatewayContext(
             config=config,
@@ -79,7 +82,7 @@ def build(base: Base) -> list[ChildSpec]:
             model_id=config.model.id,
             weights_revision=info.weights_revision,
             events=base.events,
-            in_flight=InFlightWatch(base.cluster, base.clock),
+            in_flight=in_flight,
             oversize=_oversize(config, info.geometry.num_layers),
         )
     )
@@ -107,7 +110,13 @@ def build(base: Base) -> list[ChildSpec]:
             request_limits=RequestLimits(limits.max_prompt_tokens, limits.max_output_tokens, limits.request_timeout_s),
             max_requests=limits.gateway_queue,
         ),
-        FrontHooks(metrics=base.metrics_body, status=base.status_body, unready=unready, observe=_observer(base)),
+        FrontHooks(
+            metrics=base.metrics_body,
+            status=base.status_body,
+            unready=unready,
+            observe=_observer(base),
+            lookup=lookup.answer,
+        ),
         host=node.host,
         port=node.http_port,
         clock=base.clock,

@@ -170,6 +170,33 @@ def explain(file: Path, prompt: Prompt, as_json: bool) -> int:
     return run_until_signal(run)
 
 
+def lookup(file: Path, prompt: Prompt, as_json: bool) -> int:
+    """Say who holds how much of a prompt, as the first gateway's index has it.
+
+    Raises:
+        KVError: as `warm`.
+    """
+    config = load_config(file)
+
+    async def run(hurry: asyncio.Event) -> int:
+        tokens = _tokens(config, prompt)
+        (gateway, *_) = config.by_role(Role.GATEWAY)
+        found = await _post(gateway, "/prefix/lookup", _ask(prompt, tokens), _operator(config))
+        if as_json:
+            print_json(found)
+            return 0
+        table = Table("holder", "blocks", "where", "requests", title=f"{found['blocks']} blocks")
+        for holder in found["holders"]:
+            where = ", ".join(f"{count} {tier}" for tier, count in holder["by_tier"].items())
+            table.add_row(holder["node"], str(holder["blocks"]), where, "yes" if holder["takes_requests"] else "no")
+        for node, count in found["being_computed"].items():
+            table.add_row(node, f"+{count}", "being computed", "yes")
+        console().print(table)
+        return 0
+
+    return run_until_signal(run)
+
+
 def _table(node: str, answer: dict[str, Any]) -> Table:
     """Runs of blocks with one verdict are one line."""
     table = Table("blocks", "tokens", "verdict", "why", title=f"{node}: {answer['tokens']} tokens")

@@ -79,6 +79,22 @@ def purge(
     return prefix.purge(file, tenant, weights, everything, json)
 
 
+@prefix_app.command("lookup")
+@guarded
+def lookup(
+    file: ConfigFile,
+    text: Text = "",
+    tokens: Tokens = None,
+    tenant: Tenant = "",
+    cache_salt: CacheSalt = None,
+    json: Json = False,
+) -> int:
+    """Say which nodes, and which followed engines, hold how much of a prompt, as the first gateway's index has it."""
+    from kv_services.kvctl import prefix
+
+    return prefix.lookup(file, prefix.Prompt(text, tokens, "", tenant, cache_salt), json)
+
+
 @prefix_app.command("explain")
 @guarded
 def explain(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kv_consistency.update import scope_id
@@ -25,27 +24,12 @@ from kv_prefix.errors import PinQuotaExceededError
 from kv_prefix.explain import Explainer
 from kv_prefix.in_flight import InFlight
 from kv_prefix.pins import Receipt
-from kv_services.config import ClusterConfig
 from kv_services.node.context import NodeContext
-from kv_services.tenants import OPEN_TENANT, namespace_salt, tenant_mark, tenant_scope
+from kv_services.prompt_asks import PromptAsk, UnknownPromptError, tenant_namespace, tenant_secret
+from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
 PROMOTE_NS: Final = 10_000_000_000
 PAST_REQUESTS_MAX: Final = 256
-Token = Annotated[int, Meta(ge=0, le=core_limits.MAX_TOKEN_ID)]
-
-
-class UnknownTenantError(KVError):
-    """The cluster file has no such tenant."""
-
-    code = 7070
-    template = "there is no tenant {tenant!r}; there are: {known}"
-
-
-class UnknownPromptError(KVError):
-    """The request is not remembered here, or no prompt was given."""
-
-    code = 7071
-    template = "no prompt: {cause}"
 
 
 class UnknownPinError(KVError):
@@ -53,15 +37,6 @@ class UnknownPinError(KVError):
 
     code = 7072
     template = "nothing is pinned as {name!r}"
-
-
-class PromptAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt: a tenant's tokens, or what a past request asked."""
-
-    tenant: str = OPEN_TENANT
-    cache_salt: str | None = None
-    tokens: Annotated[list[Token], Meta(max_length=core_limits.MAX_TOKENS_PER_REQUEST)] = []
-    request_id: Annotated[str, Meta(max_length=core_limits.MAX_NAME_BYTES)] = ""
 
 
 class PinAsk(PromptAsk, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -170,7 +145,7 @@ class PrefixDesk:
         if ask.what == "all":
             scope = scope_id("model", model)
         elif ask.what == "tenant":
-            scope = tenant_scope(tenant_mark(ask.value, _secret(self._ctx.config, ask.value)))
+            scope = tenant_scope(tenant_mark(ask.value, tenant_secret(self._ctx.config, ask.value)))
         else:
             scope = scope_id("weights", f"{model}@{ask.value or self._weights_revision}")
         # Pins would keep purged blocks in memory for nobody: they cannot be found any more.
@@ -208,19 +183,11 @@ class PrefixDesk:
             if past is None:
                 raise UnknownPromptError(cause=f"request {ask.request_id!r} was not here lately")
             return past
-        if not ask.tokens:
-            raise UnknownPromptError(cause="give tokens or the id of a past request")
-        return self._namespace(ask.tenant, ask.cache_salt), np.asarray(ask.tokens, dtype="<u4").tobytes()
+        tokens = ask.token_bytes()
+        return self._namespace(ask.tenant, ask.cache_salt), tokens
 
     def _namespace(self, tenant: str, cache_salt: str | None) -> Namespace:
-        model = self._ctx.config.model
-        return Namespace(
-            model.id,
-            self._weights_revision,
-            salt=namespace_salt(tenant, _secret(self._ctx.config, tenant), cache_salt),
-            dtype=model.dtype,
-            block_size=model.block_size,
-        )
+        return tenant_namespace(self._ctx.config, self._weights_revision, tenant, cache_salt)
 
     def _require_quota(self, tenant: str, name: str, need: int) -> None:
         quota = next((one.pin_quota for one in self._ctx.config.tenants if one.id == tenant), None)
@@ -229,12 +196,3 @@ class PrefixDesk:
         used = sum(pin.num_blocks for key, pin in self._pins.items() if pin.tenant == tenant and key != name)
         if used + need > quota:
             raise PinQuotaExceededError(need=need, used=used, quota=quota)
-
-
-def _secret(config: ClusterConfig, tenant: str) -> str:
-    for one in config.tenants:
-        if one.id == tenant:
-            return one.salt
-    if tenant == OPEN_TENANT and not config.tenants:
-        return ""
-    raise UnknownTenantError(tenant=tenant, known=", ".join(one.id for one in config.tenants) or OPEN_TENANT)
