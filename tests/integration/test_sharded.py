@@ -1,20 +1,26 @@
 """Real processes, a tiny model, and pools so small that no node holds the requests: answers are those of one process.
 
-By layer where that fits, by tokens where layers are too coarse; both happen in this cluster by size alone.
+By layer where that fits, by tokens where layers are too coarse: both happen in the first cluster by size alone.
+The nodes of the second are in two groups.
 """
 
 import asyncio
 import codecs
+import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from kv_core.dtypes import DType
-from kv_services.config import BusSection, LimitsSection, ModelSection
+from kv_services.config import BusSection, LimitsSection, ModelSection, ShardingSection
 from kv_services.engine.interface import SamplingParams
 from kv_services.engine.llama import LlamaModel
 from kv_services.engine.single import Generation, GenerationRequest, SingleProcess
@@ -41,6 +47,7 @@ def prompt(seed: int, length: int) -> list[int]:
 class Oracle:
     """The same model in this process, with room for everything."""
 
+    folder: Path
     model: LlamaModel
     tokenizer: BpeTokenizer
 
@@ -64,26 +71,30 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("sharded")
     path = TinyLlama(context=512).write(folder / "tiny.gguf")
     weights = open_weights(path, folder / "kv-fabric" / "weights")
-    return Oracle(LlamaModel(weights), BpeTokenizer(weights.tokenizer_json, weights.text))
+    return Oracle(folder, LlamaModel(weights), BpeTokenizer(weights.tokenizer_json, weights.text))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fabric(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fabric]:
-    folder = next(path for path in tmp_path_factory.getbasetemp().iterdir() if path.name.startswith("sharded"))
+OPERATOR = "operator-key-of-the-test"
+
+
+@contextlib.asynccontextmanager
+async def tiny_cluster(folder: Path, *, prefill: int, decode: int, sharding: ShardingSection) -> AsyncIterator[Fabric]:
+    """Processes that serve the oracle's model; what was unpacked for it serves them too."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder))  # what was unpacked for the oracle serves the processes too
-    with PortReservation() as ports, patch.context():
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    with PortReservation() as ports:
         config = local_config(
             ports,
-            prefill=1,
-            decode=3,
+            prefill=prefill,
+            decode=decode,
             slots=SLOTS,
             monitor=False,
             limits=LimitsSection(request_timeout_s=60.0, max_prompt_tokens=500),
             bus=BusSection(heartbeat_interval_ms=100, suspect_after_ms=1_000, dead_after_ms=2_500),
             model=ModelSection(id="tiny", path=str(folder / "tiny.gguf"), kv_dtype="fp32", block_size=BLOCK),
         )
-        cluster = LocalCluster(config)
+        section = msgspec.structs.replace(config.cluster, operator_keys=[OPERATOR])
+        cluster = LocalCluster(msgspec.structs.replace(config, cluster=section, sharding=sharding))
         async with cluster, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
             fabric = Fabric(cluster, session)
             names = {node.id for node in config.nodes}
@@ -92,6 +103,12 @@ async def fabric(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> As
             yield fabric
     patch.undo()
     assert cluster.leftovers == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fabric(oracle: Oracle) -> AsyncIterator[Fabric]:
+    async with tiny_cluster(oracle.folder, prefill=1, decode=3, sharding=ShardingSection()) as fabric:
+        yield fabric
 
 
 async def ask(fabric: Fabric, tokens: Sequence[int], count: int, **extra: Json) -> tuple[int, Json]:
@@ -280,3 +297,71 @@ async def test_many_at_once_are_right_or_told_that_the_cluster_is_full(fabric: F
             assert (status, got["error"]["code"]) == (429, "overloaded"), got
     assert any(status == 200 for status, _ in answers)
     await fabric.settle()
+
+
+GROUPS = (["decode-1", "decode-2"], ["decode-3", "decode-4"])
+ONE_GROUP, BOTH_GROUPS = 100, 200
+"""Prompts of 25 and 50 blocks: a group holds 30, by layer."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grouped(oracle: Oracle) -> AsyncIterator[Fabric]:
+    sharding = ShardingSection(mode="hybrid", groups=list(GROUPS))
+    async with tiny_cluster(oracle.folder, prefill=0, decode=4, sharding=sharding) as fabric:
+        yield fabric
+
+
+@pytest.mark.parametrize("length", [ONE_GROUP, BOTH_GROUPS])
+async def test_a_request_lives_in_one_group_or_its_tokens_are_cut_between_groups(
+    grouped: Fabric, oracle: Oracle, length: int
+) -> None:
+    tokens, shown = prompt(length, length), dict[str, tuple[str, str]]()
+
+    async def on_text(text: str) -> None:
+        shown.update(shown or await held(grouped))
+
+    seen = await stream(grouped, tokens, 16, on_text)
+    assert (seen.text, seen.finish) == (oracle.text(tokens, 16), "length")
+    spans = {group: {shown[name][1] for name in group if name in shown} for group in map(tuple, GROUPS)}
+    if length == ONE_GROUP:
+        assert sorted(map(len, spans.values())) == [0, 1]
+    else:
+        assert all(len(span) == 1 for span in spans.values())
+        assert set.union(*spans.values()) == {"0-108", "108-215"}
+    await grouped.settle()
+
+
+@pytest.mark.parametrize("way", ["drained", "stopped"])
+async def test_a_stream_goes_on_in_the_other_group_when_a_holder_is_drained_or_stands_still(
+    grouped: Fabric, oracle: Oracle, way: str
+) -> None:
+    tokens, count, chosen = prompt(7, ONE_GROUP - 80), 96, list[str]()
+
+    async def on_text(text: str) -> None:
+        if chosen or len(text) < 6:
+            return
+        chosen.append(await find_piece(grouped, coordinator=False))
+        if way == "drained":
+            await operate(grouped, chosen[0], "drain")
+        else:
+            os.kill(grouped.cluster.pid(chosen[0]), signal.SIGSTOP)
+
+    seen = await asyncio.wait_for(stream(grouped, tokens, count, on_text), DEADLINE_S)
+    assert chosen and not seen.error, (seen.error, grouped.last_lines())
+    assert (seen.text, seen.finish) == (oracle.text(tokens, count), "length")
+    if way == "drained":
+        await grouped.settle()
+        await operate(grouped, chosen[0], "resume")
+    else:
+        os.kill(grouped.cluster.pid(chosen[0]), signal.SIGCONT)
+    names = {node.id for node in grouped.config.nodes}
+    for name in sorted(names):
+        await grouped.all_alive(name, names - {name})
+    await grouped.settle()
+    assert await held(grouped) == {}
+
+
+async def operate(fabric: Fabric, name: str, what: str) -> None:
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    async with fabric.session.post(f"{fabric.cluster.url(name)}/{what}", headers=headers, data=b"{}") as response:
+        assert response.status == 200, await response.text()
