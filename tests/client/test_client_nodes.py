@@ -253,3 +253,20 @@ async def test_a_killed_node_is_a_lost_holder(fabric: Fabric, tmp_path: Path) ->
             with pytest.raises(HolderLost):
                 await client.get_blocks(namespace(), PROMPT, 1, timeout_ms=3_000)
         await eventually(lambda: client.num_free_slots == 16)
+
+
+async def test_a_client_that_is_open_finds_its_node_again_after_a_restart(fabric: Fabric, tmp_path: Path) -> None:
+    """Its next call goes to the new life, which holds nothing of the old one."""
+    await fabric.cluster.restart("prefill-1")
+    await fabric.all_alive("gateway", ["prefill-1"])
+    async with Client(config(fabric, "reader-again", tmp_path)) as client:
+        tokens = prompt(77, NUM_BLOCKS * BLOCK)
+        await client.put_blocks(namespace(), tokens, random_layers(NUM_BLOCKS, 77))
+        assert (await client.lookup(namespace(), tokens)).num_blocks == NUM_BLOCKS
+        await fabric.cluster.kill("prefill-1")
+        with pytest.raises(HolderLost):
+            await client.lookup(namespace(), tokens, timeout_ms=2_000)
+        await fabric.cluster.restart("prefill-1")
+        assert (await client.lookup(namespace(), tokens, timeout_ms=20_000)).num_blocks == 0
+        await client.put_blocks(namespace(), tokens, random_layers(NUM_BLOCKS, 77), timeout_ms=20_000)
+        assert (await client.lookup(namespace(), tokens)).num_blocks == NUM_BLOCKS
