@@ -1,5 +1,6 @@
 """Replaying traces: against plain caches, and against what a cache of any kind cannot do."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kv_core.errors import MissingExtraError
@@ -71,6 +74,37 @@ def test_the_default_policy_is_nowhere_worse_than_lru(kind: str, seed: int, capa
         for policy in ("adaptive", "lru")
     }
     assert rates["adaptive"] >= rates["lru"] - 0.002
+
+
+def best_hits(requests: Sequence[TraceRequest], capacity: int) -> int:
+    """The most hits that any choice of what to keep can give, by trying them all."""
+    best = {frozenset[int](): 0}
+    for request in requests:
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in best.items():
+            run = next((i for i, one in enumerate(request.hash_ids) if one not in kept), len(request.hash_ids))
+            there = kept | set(request.hash_ids)
+            for chosen in itertools.combinations(sorted(there), min(capacity, len(there))):
+                now = frozenset(chosen)
+                after[now] = max(after.get(now, 0), hits + run)
+        best = after
+    return max(best.values())
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=7), st.integers(1, 4))
+def test_clairvoyant_is_what_no_choice_exceeds(texts: list[list[int]], capacity: int) -> None:
+    known: dict[tuple[int, ...], int] = {}
+    ids = [tuple(known.setdefault(tuple(text[: i + 1]), len(known)) for i in range(len(text))) for text in texts]
+    requests = [TraceRequest(0, 512 * len(one), 1, one) for one in ids]
+    assert replay(requests, Setup(policy="clairvoyant", capacity_blocks=capacity)).hits == best_hits(requests, capacity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_policy_exceeds_clairvoyant(kind: str) -> None:
+    requests = trace(kind, 200, 5)
+    bound = replay(requests, Setup(policy="clairvoyant", capacity_blocks=250)).hits
+    for policy in ("adaptive", "lru", "fifo", "lfu", "s3fifo"):
+        assert replay(requests, Setup(policy=policy, capacity_blocks=250, order="any")).hits <= bound
 
 
 def test_the_default_policy_keeps_what_is_popular_through_scans() -> None:
@@ -171,6 +205,9 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         replay(requests, Setup(capacity_blocks=2))
     with pytest.raises(ReplayRequestError, match="tiers"):
         replay(requests, Setup(order="any", disk_blocks=1))
+    for setup in (Setup(nodes=2), Setup(order="tail"), Setup(disk_blocks=9)):
+        with pytest.raises(ReplayRequestError, match="one pool"):
+            replay(requests, replace(setup, policy="clairvoyant"))
     with pytest.raises(UnknownPolicyError):
         replay(requests, Setup(policy="belady"))
     with pytest.raises(UnknownPolicyError):

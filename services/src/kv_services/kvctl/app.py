@@ -191,7 +191,10 @@ def demo(
 @_guarded
 def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format.", show_default=False)],
-    policy: Annotated[list[str] | None, typer.Option(help="Eviction policy; may be given more than once.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Eviction policy, or clairvoyant, which no policy reaches; may be given more than once."),
+    ] = None,
     capacity_blocks: Annotated[
         list[int] | None, typer.Option(min=1, help="Blocks of a node's memory; may be given more than once.")
     ] = None,

@@ -12,6 +12,7 @@ from kv_core.ids import Incarnation, NodeId
 from kv_prefix.placement import Candidate, PlacementRequest, make_placement_policy
 from kv_prefix.prefix_index import Holder, PrefixIndex
 from kv_services.kvctl.replay.caches import Cache, FlatCache, NodeCache, Prompt
+from kv_services.kvctl.replay.clairvoyant import CLAIRVOYANT, ClairvoyantCache
 from kv_services.kvctl.replay.errors import ReplayRequestError
 from kv_services.kvctl.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
@@ -29,6 +30,7 @@ class Setup:
 
     Attributes:
         capacity_blocks: of each node's memory.
+        policy: an eviction policy, or `clairvoyant`, which knows the trace: one pool, in textbook order.
         order: `tail` evicts as a node does, never leaving a hole; `any` as a textbook cache does; `auto`: `any` for one
             pool of `lru` or `fifo`, else `tail`.
         disk_blocks, remote_blocks: of each node's lower tiers; 0 for none.
@@ -49,6 +51,10 @@ class Setup:
             ReplayRequestError: that was asked for together with tiers.
         """
         tiered = self.disk_blocks or self.remote_blocks
+        if self.policy == CLAIRVOYANT:
+            if tiered or self.nodes > 1 or self.order == "tail":
+                raise ReplayRequestError(option="--policy", reason=f"{CLAIRVOYANT} is for one pool in textbook order")
+            return True
         if self.order == "any" and tiered:
             raise ReplayRequestError(option="--order", reason="'any' knows no tiers below memory")
         return self.order == "any" or (
@@ -100,8 +106,7 @@ def replay(requests: Sequence[TraceRequest], setup: Setup, advance: Callable[[],
     flat = setup.is_flat()
     index = PrefixIndex()
     holders = [Holder(NodeId(f"node-{i:03}"), Incarnation(1)) for i in range(setup.nodes)]
-    longest = max((len(request.hash_ids) for request in requests), default=0)
-    caches: dict[NodeId, Cache] = {holder.node: _cache(index, holder, setup, flat, longest) for holder in holders}
+    caches: dict[NodeId, Cache] = {holder.node: _cache(index, holder, setup, flat, requests) for holder in holders}
     router = make_placement_policy(setup.router)
     loads = dict.fromkeys(caches, 0)
     totals = [0, 0, 0, 0]
@@ -146,7 +151,10 @@ def replay(requests: Sequence[TraceRequest], setup: Setup, advance: Callable[[],
     )
 
 
-def _cache(index: PrefixIndex, holder: Holder, setup: Setup, flat: bool, longest: int) -> Cache:
+def _cache(index: PrefixIndex, holder: Holder, setup: Setup, flat: bool, requests: Sequence[TraceRequest]) -> Cache:
+    if setup.policy == CLAIRVOYANT:
+        return ClairvoyantCache(requests, setup.capacity_blocks)
+    longest = max((len(request.hash_ids) for request in requests), default=0)
     if flat:
         return FlatCache(index, holder, setup.policy, setup.capacity_blocks, longest)
     if longest > setup.capacity_blocks:
