@@ -48,7 +48,7 @@ def test_a_node_that_stands_still_does_nothing_and_then_goes_on_in_order() -> No
 
 
 def test_what_a_node_writes_after_its_crash_never_happened_and_a_full_disk_refuses() -> None:
-    disk, clock = SimDisk(Random(1)), ManualClock(wall_ns=5_000_000_000)
+    disk, clock = SimDisk(Random(1), Path("tier")), ManualClock(wall_ns=5_000_000_000)
     mount = disk.mount()
     life = LifeFile(Path("lives"), "n", mount)
     first = life.begin(clock).incarnation
@@ -65,14 +65,14 @@ def test_what_a_node_writes_after_its_crash_never_happened_and_a_full_disk_refus
 @pytest.mark.parametrize("fault", ["short read", "flipped bit"])
 def test_a_damaged_life_is_told_from_a_whole_one(fault: str) -> None:
     for seed in range(40):
-        disk, clock = SimDisk(Random(seed)), ManualClock(wall_ns=5_000_000_000)
+        disk, clock = SimDisk(Random(seed), Path("tier")), ManualClock(wall_ns=5_000_000_000)
         life = LifeFile(Path("lives"), "n", disk.mount())
         life.begin(clock)
         life.keep_clock_bound(77)
         if fault == "short read":
             disk.short_reads = 1
         else:
-            disk.flip_bit()
+            disk.flip_bits()
         with pytest.raises(LifeFileError, match="damaged"):
             LifeFile(Path("lives"), "n", disk.mount()).begin(clock)
 

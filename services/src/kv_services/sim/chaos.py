@@ -43,6 +43,8 @@ KINDS: Final = (
     "disk full",
     "short read",
     "flipped bit",
+    "short block reads",
+    "slow disk",
     "directory lost",
     *operators.KINDS,
 )
@@ -103,7 +105,7 @@ class Chaos:
             # A time service sets the walls right again; monotonic clocks keep what they gained.
             node.clock.set_drift(0)
             self._set_wall(node, 0)
-            node.disk.short_reads = 0
+            node.disk.short_reads = node.disk.short_block_reads = 0
 
     def _for_a_while(self, undo: Callable[[], None]) -> None:
         """End a fault after a time by chance, or when everything heals."""
@@ -163,7 +165,12 @@ class Chaos:
                 node.disk.short_reads = 1
                 return await self._crash(node)
             case "flipped bit":
-                node.disk.flip_bit()
+                node.disk.flip_bits()
+            case "short block reads":
+                node.disk.short_block_reads = random.randint(1, 4)
+            case "slow disk":
+                node.disk.slowness = float(random.randint(10, 10_000))
+                self._for_a_while(lambda: setattr(node.disk, "slowness", 1.0))
             case "directory lost":
                 self._directory.cut(a)
                 self._for_a_while(lambda: self._directory.heal(a))

@@ -1,7 +1,8 @@
 """Virtual time in which single nodes can stand still, as a process does between SIGSTOP and SIGCONT.
 
 Whatever runs on the loop belongs to the node in whose context (`contextvars`) it was started. While a node stands still
-nothing of it runs: what becomes due is kept in order and runs when it goes on. Others see only its silence.
+nothing of it runs: what becomes due is kept in order and runs when it goes on. Others see only its silence. What a node
+gives to threads is done in virtual time as well, on the loop.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ class SimLoop(VirtualTimeLoop):
     def __init__(self) -> None:
         super().__init__()
         self._still: dict[str, tuple[list[asyncio.Handle], list[asyncio.TimerHandle]]] = {}
+        self._free_at: dict[object, float] = {}
+        self.work_takes_s: Callable[[str], float] = lambda node: 0.0
 
     def stop_node(self, node: NodeId) -> None:
         """Let nothing of that node run from now on."""
@@ -59,6 +62,19 @@ class SimLoop(VirtualTimeLoop):
             if not timer.cancelled():
                 self._arm(timer)
 
+    def run_in_executor(  # type: ignore[override]  # asyncio's gives a future of any type; so does this one
+        self, executor: object, func: Callable[[*_Ts], _T], *args: *_Ts
+    ) -> "asyncio.Future[_T]":
+        """Call `func` once a thread would have: the jobs of one executor one after the other, each after the time that
+        `work_takes_s` says of the node. No executor's thread is ever started."""
+        node = _OWNER.get()
+        thread = node if executor is None else executor
+        begins = max(self.time(), self._free_at.get(thread, 0.0))
+        ends = self._free_at[thread] = begins + self.work_takes_s(node)
+        future: asyncio.Future[_T] = self.create_future()
+        self.call_at(ends, _complete, future, func, args)
+        return future
+
     def _enqueue(self, handle: asyncio.Handle) -> None:
         kept = self._still.get(_owner(handle)) if self._still else None
         if kept is None:
@@ -86,6 +102,17 @@ def run_simulated(main: Callable[[SimLoop, LoopClock], Coroutine[None, None, _T]
         loop = runner.get_loop()
         assert isinstance(loop, SimLoop)
         return runner.run(main(loop, LoopClock(loop, epoch_ns)))
+
+
+def _complete(future: "asyncio.Future[_T]", func: Callable[[*_Ts], _T], args: tuple[*_Ts]) -> None:
+    if future.cancelled():
+        return
+    try:
+        result = func(*args)
+    except Exception as error:  # whatever it is, it is the caller's
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _owner(handle: asyncio.Handle) -> str:

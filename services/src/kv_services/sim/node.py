@@ -6,7 +6,7 @@ transfer agent, decode, prefill and store roles or the gateway's completer, unde
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -14,13 +14,13 @@ from typing import Final
 
 from kv_bus.errors import ChildGaveUp
 from kv_bus.interface import Bus, Stamper
+from kv_bus.lag import LoopLagProbe
 from kv_bus.memory_bus import MemoryBus, MemoryNetwork
 from kv_bus.supervisor import ChildFailed, ChildSpec, ChildState, Supervisor
 from kv_consistency.replica import ReplicaConfig
 from kv_core.block import Layout
 from kv_core.errors import KVError
 from kv_core.geometry import Attention, ModelGeometry
-from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId
 from kv_core.namespace import Namespace
 from kv_core.testing import SkewedClock
@@ -37,6 +37,7 @@ from kv_services.membership.member_list import MemberList
 from kv_services.membership.records import record_of
 from kv_services.messages import Load
 from kv_services.node.process import Memory, NodeWork, assemble
+from kv_services.node.tier_setup import open_tiers
 from kv_services.process import Base, assemble_base, keep
 from kv_services.replica.service import ReplicaService
 from kv_services.replica.stamper import wait_out
@@ -44,15 +45,20 @@ from kv_services.sim.causality import CausalOracle
 from kv_services.sim.compute import SimCompute
 from kv_services.sim.directory import SimDirectory, SimDiscovery
 from kv_services.sim.disk import Mount, SimDisk
+from kv_services.sim.holdings import BLOCK_SIZE
 from kv_services.sim.loop import context_of
+from kv_services.sim.tier_disk import SimTierStore
 from kv_services.sim.watch import WatchedManager, WatchedStamper
 from kv_transport import Arena, TransferAgent, TransportConfig
 from kv_transport.backends.memory_network import MemoryNetwork as TransferNetwork
 
-BLOCK_SIZE: Final = 4
-NUM_SLOTS: Final = 40
+NUM_SLOTS: Final = 28
+TIER_BYTES: Final = 80 << 10
+"""Room for about 60 blocks and their records; memory holds half as many."""
 REQUEST_TIMEOUT_S: Final = 6.0
 DIGEST_INTERVAL_NS: Final = 400_000_000
+LAG_INTERVAL_NS: Final = 400_000_000
+"""How often a node measures its loop's lag: in virtual time there is none but while a node stands still."""
 DAMAGED_STARTS: Final = 2
 """Starts that fail for a damaged life file before an operator removes it."""
 MODEL: Final = StubModel(ModelGeometry("sim", 2, 1, 1, 4, Attention.MHA, max_tokens=1 << 12), max_context=1 << 12)
@@ -60,16 +66,17 @@ _ROLES: Final = (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DEC
 _JOINER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
-def cluster_of(num_nodes: int, joiner: int | None = None) -> ClusterConfig:
+def cluster_of(num_nodes: int, folder: Path, joiner: int | None = None) -> ClusterConfig:
     """A cluster of so many processes, as their file says, or that of the `joiner`-th of those that are in nobody's file
-    but their own. Sizes are small, and periodic messages rarer than by default: most of them say that nothing happened,
-    and more can happen instead."""
+    but their own. Files are below `folder`. Sizes are small, and periodic messages rarer than by default: most of them
+    say that nothing happened, and more can happen instead."""
     text = [
-        '[cluster]\nname = "sim"\nstate_dir = "/sim"',
+        f'[cluster]\nname = "sim"\nstate_dir = "{folder}"',
         f'[model]\nid = "sim"\nengine = "stub"\nkv_dtype = "fp16"\nblock_size = {BLOCK_SIZE}',
         "[bus]\nheartbeat_interval_ms = 400\nsuspect_after_ms = 1200\ndead_after_ms = 3000",
         f"[limits]\nrequest_timeout_s = {REQUEST_TIMEOUT_S}\nmax_batch = 4\nnode_queue = 16\nlease_ms = 2000",
         '[transport]\nbackend = "shm"',
+        f'[tiers.disk]\nsize = "{TIER_BYTES} B"',
     ]
     roles = [_ROLES[number % len(_ROLES)] for number in range(num_nodes)]
     numbered = list(enumerate(roles))
@@ -79,7 +86,7 @@ def cluster_of(num_nodes: int, joiner: int | None = None) -> ClusterConfig:
         ports = "".join(f"{name}_port = {7000 + 3 * number + i}\n" for i, name in enumerate(("bus", "events", "http")))
         slots = f"slots = {NUM_SLOTS}\n" if role.holds_kv else ""
         text.append(f'[[node]]\nid = "{role.value}-{number}"\nrole = "{role.value}"\n{ports}{slots}')
-    return parse_config("\n".join(text), file="/sim/cluster.toml")
+    return parse_config("\n".join(text), file=folder / "cluster.toml")
 
 
 def namespace_of(config: ClusterConfig) -> Namespace:
@@ -97,15 +104,6 @@ class Surroundings:
     directory: SimDirectory
     oracle: CausalOracle
     blocks_changed: Callable[["SimNode"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldChain:
-    """A run of blocks from the first of a sequence to a last one behind which the node holds no more."""
-
-    hashes: tuple[BlockHash, ...]
-    tokens: tuple[int, ...]
-    slots: tuple[int, ...]
 
 
 class SimNode:
@@ -227,6 +225,7 @@ class SimNode:
         self.running = False
         if self._mount is not None:
             self._mount.crash()
+            self.disk.lose_power()
         self._around.bus.crash(self.name)
         self._around.transfers.crash(self.name)
         await self.stop()
@@ -239,25 +238,6 @@ class SimNode:
     def within(self, work: "asyncio._CoroutineLike[object]") -> "asyncio.Task[object]":
         """Run something as a part of this node."""
         return asyncio.get_running_loop().create_task(work, context=self.context)
-
-    def chains(self) -> Iterator[HeldChain]:
-        """Everything findable in its pool, as chains that end where nothing follows."""
-        assert self.work is not None
-        chains: dict[BlockHash, HeldChain] = {}
-        inner: dict[BlockHash, None] = {}
-        for run in self.work.ctx.pool.snapshot():
-            parent = None if run.parent is None else chains[run.parent]
-            if run.parent is not None:
-                inner[run.parent] = None
-            hashes, tokens, slots = (parent.hashes, parent.tokens, parent.slots) if parent else ((), (), ())
-            raw = memoryview(run.tokens).cast("I")
-            for index, (block_hash, ref) in enumerate(zip(run.block_hashes, run.refs, strict=True)):
-                if index:
-                    inner[hashes[-1]] = None
-                hashes, slots = (*hashes, block_hash), (*slots, ref.slot)
-                tokens = (*tokens, *raw[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-                chains[block_hash] = HeldChain(hashes, tokens, slots)
-        return (chain for block_hash, chain in chains.items() if block_hash not in inner)
 
     def open_things(self) -> dict[str, int]:
         """What it owns and has not given back, by kind."""
@@ -289,6 +269,7 @@ class SimNode:
         record = record_of(self.node, self.base.incarnation)
         members = MemberList(self.name, self.base.bus, self.base.cluster)
         discovery = SimDiscovery(self._around.directory, record, members, lambda: mount.crashed)
+        self.base.lag = LoopLagProbe(self.clock, interval_ns=LAG_INTERVAL_NS)
         role = self._gateway() if self.role is Role.GATEWAY else self._holder(self.base)
         # A life that is over, or crashes, finishes nothing.
         specs = [
@@ -305,6 +286,14 @@ class SimNode:
         agent = TransferAgent(self.name, base.incarnation, settings, self.clock, self._around.transfers)
         compute = SimCompute(self._random, lambda: self.slowness)
         work = self.work = assemble(base, MODEL, arena, agent, compute)
+        disk, mount = self.disk, self._mount
+        assert mount is not None
+        open_tiers(
+            work.ctx,
+            MODEL.info.weights_revision,
+            base.cluster,
+            lambda folder, shape, nbytes: SimTierStore.open(disk, mount, folder, shape, nbytes),
+        )
         self._agent = agent
         return [keep("memory", Memory(arena, agent, work.ctx.transfers, None)), keep("work", work)]
 

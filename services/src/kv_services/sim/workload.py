@@ -15,7 +15,8 @@ from kv_core.ids import RequestId, TenantId
 from kv_services.config import Role
 from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, KVOptions, SamplingParams, Token
 from kv_services.sim.causality import CausalOracle
-from kv_services.sim.node import BLOCK_SIZE, MODEL, REQUEST_TIMEOUT_S, SimNode
+from kv_services.sim.holdings import BLOCK_SIZE
+from kv_services.sim.node import MODEL, REQUEST_TIMEOUT_S, SimNode
 
 ANSWER_MAX: Final = 10
 GRACE_NS: Final = 500_000_000
@@ -38,7 +39,7 @@ class Prompt:
     answer: tuple[int, ...]
 
 
-def make_prompts(rng: Random, count: int = 14) -> list[Prompt]:
+def make_prompts(rng: Random, count: int = 30) -> list[Prompt]:
     """Prompts of which some begin alike, as with a common system prompt."""
     geometry = MODEL.info.geometry.block_geometry(DType.FP16, BLOCK_SIZE)
     stems = [tuple(rng.randrange(32, 127) for _ in range(rng.randint(2, 5) * BLOCK_SIZE)) for _ in range(4)]

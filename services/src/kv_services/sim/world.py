@@ -5,8 +5,10 @@ after a stated time nothing may be left over, all replicas must be equal, and re
 """
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kv_bus.memory_bus import MemoryNetwork
@@ -57,6 +59,7 @@ class SimResult:
         fates: what became of units of KV.
         failures: requests that ended with an error while something was wrong, by its name.
         stamps, blocks: how many the oracle looked at.
+        on_disk: blocks that disk tiers took, gave back whole, and found damaged.
         digest: of everything that happened; equal for equal seeds.
     """
 
@@ -75,6 +78,7 @@ class SimResult:
     reads_refused: int
     stamps: int
     blocks: int
+    on_disk: dict[str, int]
     digest: str
 
 
@@ -99,7 +103,7 @@ class Plan:
 class World:
     """The state of one run."""
 
-    def __init__(self, plan: Plan, loop: SimLoop, clock: LoopClock) -> None:
+    def __init__(self, plan: Plan, loop: SimLoop, clock: LoopClock, folder: Path) -> None:
         seed = plan.seed
         self.plan, self.clock = plan, clock
         self.network = SimNetwork(stream(seed, "network"), clock)
@@ -112,15 +116,18 @@ class World:
 
         def make(config: ClusterConfig, name: str, joins: bool) -> SimNode:
             wall = SkewedClock(clock, skew.randint(-50_000_000, 50_000_000), skew.randint(-200, 200))
-            disk, engine = SimDisk(stream(seed, f"disk {name}")), stream(seed, f"engine {name}")
+            disk = SimDisk(stream(seed, f"disk {name}"), folder / "tiers" / name)
+            engine = stream(seed, f"engine {name}")
             return SimNode(NodeId(name), config, around, wall, disk, engine, joins)
 
-        in_file = cluster_of(plan.num_nodes)
+        in_file = cluster_of(plan.num_nodes, folder)
         self.nodes = [make(in_file, node.id, False) for node in in_file.nodes]
         if "join" in plan.kinds:
             for number in range(NUM_JOINERS):
-                own_file = cluster_of(plan.num_nodes, number)
+                own_file = cluster_of(plan.num_nodes, folder, number)
                 self.nodes.append(make(own_file, own_file.nodes[-1].id, True))
+        disks = {node.name: node.disk for node in self.nodes}
+        loop.work_takes_s = lambda owner: disks[NodeId(owner)].io_takes_s()
         self.operators = Operators(stream(seed, "operators"), self.nodes)
         self.chaos = Chaos(
             stream(seed, "chaos"),
@@ -255,7 +262,8 @@ class World:
     def _result(self) -> SimResult:
         workload, transfers = self.workload, self.transfers
         fates = {fate.value: count for fate, count in transfers.fates.items() if count}
-        self.network.note(f"{fates} {self.oracle.num_stamps} {self.blocks.num_blocks}")
+        on_disk = {what: sum(node.disk.counts[what] for node in self.nodes) for what in ("stored", "loaded", "spoiled")}
+        self.network.note(f"{fates} {self.oracle.num_stamps} {self.blocks.num_blocks} {on_disk}")
         faults = dict(sorted(self.chaos.counts.items()))
         counted = (self.network.frames, sum(fates.values()), workload.requests, workload.reads, sum(faults.values()))
         return SimResult(
@@ -274,6 +282,7 @@ class World:
             reads_refused=workload.reads_refused,
             stamps=self.oracle.num_stamps,
             blocks=self.blocks.num_blocks,
+            on_disk=on_disk,
             digest=self.network.digest,
         )
 
@@ -303,12 +312,13 @@ def simulate(
     worlds: list[World] = []
 
     async def main(loop: SimLoop, clock: LoopClock) -> SimResult:
-        world = World(plan, loop, clock)
+        world = World(plan, loop, clock, Path(folder))
         worlds.append(world)
         return await world.run()
 
     try:
-        return run_simulated(main, EPOCH_NS)
+        with tempfile.TemporaryDirectory(prefix="kv-sim-") as folder:
+            return run_simulated(main, EPOCH_NS)
     except SimulationFailedError:
         raise
     except (Exception, BackgroundFailureError, SimulationStalledError) as error:
