@@ -21,6 +21,8 @@ from kv_core.block import BlockGeometry, BlockRef
 from kv_core.dtypes import DType
 from kv_core.ids import Incarnation, NodeId, RegionId, RequestId
 from kv_transport import Access, Arena, KVCacheTransferEngine, TransferAgent, XferDesc, XferOp
+from kv_transport.codecs import Codec
+from kv_transport.engine import LOSSLESS
 from kv_transport.regions import SharedBuffer
 from kv_transport.tickets import AgentMetadata
 
@@ -75,12 +77,13 @@ class Far:
         self.agent.add_remote_agent(AgentMetadata.from_bytes(base64.b64decode(metadata)))
         return {}
 
-    def do_grant(self, request: str) -> Fields:
-        """Open every slot for one hand-over."""
+    def do_grant(self, request: str, accept: list[str]) -> Fields:
+        """Open every slot for one hand-over, in what is lossless or one of those codecs."""
         assert self.arena is not None
         self._raise()
         tokens = len(self.refs) * self.arena.geometry.block_size
-        grant = self.engine.grant_writes(RequestId(request), self.refs, seq_start=0, seq_end=tokens)
+        codecs = [*LOSSLESS, *map(Codec, accept)]
+        grant = self.engine.grant_writes(RequestId(request), self.refs, seq_start=0, seq_end=tokens, accept=codecs)
         inbound = self.engine.expect(RequestId(request), grant, timeout_ms=120_000)
 
         async def wait() -> None:

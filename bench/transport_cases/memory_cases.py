@@ -6,7 +6,7 @@ CRC-64 on both sides, crosses to another process and hears that the bytes are ve
 
 import base64
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from bench.transport_cases.plan import Effort, Outcome
 from kv_core.block import BlockRef
 from kv_core.ids import RequestId
 from kv_transport import Arena, KVCacheTransferEngine, XferOp
+from kv_transport.codecs import Codec
 from kv_transport.tickets import ReadGrant, WriteGrant
 
 RATIO_NEED = 0.85
@@ -94,9 +95,11 @@ class EngineBlocks:
                 self.arena.seal_block(slot)
         return found
 
-    def grant(self) -> WriteGrant:
+    def grant(self, accept: Sequence[Codec] = ()) -> WriteGrant:
+        """To write every block there, raw or in one of those codecs."""
         self._turn += 1
-        return WriteGrant.from_bytes(_bytes(self.near.far.ask("grant", request=f"request-{self._turn}")))
+        codecs = [codec.value for codec in accept]
+        return WriteGrant.from_bytes(_bytes(self.near.far.ask("grant", request=f"request-{self._turn}", accept=codecs)))
 
     def handover_rate(self) -> float:
         grant, refs = self.grant(), self.refs(seal=True)

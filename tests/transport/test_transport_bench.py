@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.transport_cases.link_cases import link_case
+from bench.transport_cases.link_cases import codec_case, link_case
 from bench.transport_cases.shaped_link import shaped_link, unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,3 +41,13 @@ def test_a_hand_over_crosses_a_shaped_link_no_faster_than_the_link() -> None:
     # But for what fits the bucket and the buffers at the end of it.
     assert 0 < case.ours < 1.3
     assert 0 < case.reference_value < 1.0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_a_codec_is_chosen_for_a_slow_link_and_the_reason_is_told() -> None:
+    with shaped_link() as link:
+        case = codec_case(link, 100, slots=1, rounds=1)
+    assert case.name == "link_0.1Gbps_codec"
+    assert 0 < case.reference_value < 1.3
+    assert "fp8_e4m3 over a link of" in case.note
