@@ -165,16 +165,19 @@ def prompt(seed: int, blocks: int) -> list[int]:
     return [seed * 100 + i for i in range(4 * blocks)]
 
 
-def tier_blocks(node: Node, tokens: list[int], checks: Sequence[bytes] = ()) -> list[TierBlock]:
+def tier_blocks(
+    node: Node, tokens: list[int], checks: Sequence[bytes] = (), namespace: Namespace = NS
+) -> list[TierBlock]:
     """The full blocks of a prompt as a tier of `node` keeps them."""
-    scopes, epoch = node.tiers.scopes_of(NS.digest)
+    node.replica.know(namespace)
+    scopes, epoch = node.tiers.scopes_of(namespace.digest)
     blocks: list[TierBlock] = []
-    parent, digest, raw = b"", NS.digest, token_bytes(tokens)
-    for i, name in enumerate(hash_tokens(NS, tokens)):
+    parent, digest, raw = b"", namespace.digest, token_bytes(tokens)
+    for i, name in enumerate(hash_tokens(namespace, tokens)):
         piece = raw[16 * i : 16 * i + 16]
         digest = chain_digest(digest, piece, ())
         sums = checks[i] if checks else bytes(8 * GEOMETRY.num_layers)
-        names = (NS.digest, i, name.sequence, name.check, parent, digest)
+        names = (namespace.digest, i, name.sequence, name.check, parent, digest)
         blocks.append(TierBlock(*names, piece, (), sums, scopes=scopes, epoch=epoch))
         parent = name.sequence
     return blocks

@@ -135,19 +135,17 @@ class NodeTier:
             self.announce()
             if batch is None:
                 return
-            items = [(item, self._cells(ref)) for item, ref in places_of(batch)]
-            self._spill(batch, items)
+            self._spill(batch)
 
     def load(self, blocks: Sequence[TierBlock], refs: Sequence[BlockRef]) -> Loading:
         """Read blocks into slots that are prepared and that nobody else writes."""
         placed = self.catalog.begin_load(blocks)
-        items = [(item, self._cells(ref)) for item, ref in zip(placed, refs, strict=False)]
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         began_ns = self._clock.monotonic_ns()
 
         def read() -> list[bool]:
-            sound = self._store.read(items)
-            for (item, _), ref, good in zip(items, refs, sound, strict=False):
+            sound = self._store.read([(item, self._cells(ref)) for item, ref in zip(placed, refs, strict=False)])
+            for item, ref, good in zip(placed, refs, sound, strict=False):
                 if good:
                     self._arena.checks[:, ref.slot] = item.block.layer_checks()
             return sound
@@ -252,9 +250,9 @@ class NodeTier:
             else:
                 self._store.close()
 
-    def _spill(self, batch: SpillBatch, items: list[tuple[PlacedBlock, Cells]]) -> None:
+    def _spill(self, batch: SpillBatch) -> None:
         def write() -> int:
-            self._store.write(items, batch.plan.forget)
+            self._store.write([(item, self._cells(ref)) for item, ref in places_of(batch)], batch.plan.forget)
             return self._store.used_bytes()
 
         def ended(writing: "asyncio.Future[int]") -> None:
@@ -265,9 +263,9 @@ class NodeTier:
             full = isinstance(error, TierFullError)
             if error is not None and not (full and self._full):
                 # Once per episode: a full disk would say it for every batch.
-                _log.error("blocks not stored tier=%s count=%d cause=%s", self.name, len(items), error)
+                _log.error("blocks not stored tier=%s count=%d cause=%s", self.name, len(batch.refs), error)
             self._full = full
-            self._count("spilled" if ok else "failed", len(items))
+            self._count("spilled" if ok else "failed", len(batch.refs))
             self._forget(self.queue.done(batch, ok=ok, medium_full=full))
             self.announce()
             self.pump()

@@ -49,7 +49,7 @@ def open_tiers(
         MissingExtraError: a remote tier is configured, and its library is not installed.
     """
     config = ctx.config
-    ctx.tiers.keep_only(_keeper(config, weights_revision))
+    ctx.tiers.keep_only(blocks_to_keep(config, weights_revision))
     shape = _shape(ctx)
     disk = config.tiers.disk
     if disk is not None:
@@ -113,8 +113,8 @@ def _node_tier(ctx: NodeContext, tier: Tier, opened: Opened, cost: TierCost) -> 
     return NodeTier(tier, opened, queue, ctx.arena, ctx.clock, ctx.metrics, cost, on_events=ctx.tiers.on_events)
 
 
-def _keeper(config: ClusterConfig, weights_revision: str) -> Callable[[TierBlock], bool]:
-    """Blocks of these weights, of tenants that there still are."""
+def blocks_to_keep(config: ClusterConfig, weights_revision: str) -> Callable[[TierBlock], bool]:
+    """Which blocks of an earlier life may stay: those of these weights, of tenants that there still are."""
     weights = scope_id("weights", f"{config.model.id}@{weights_revision}")
     tenants = [(tenant.id, tenant.salt) for tenant in config.tenants] or [(OPEN_TENANT, "")]
     allowed = {tenant_scope(tenant_mark(name, secret)) for name, secret in tenants}
