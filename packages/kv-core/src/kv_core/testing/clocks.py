@@ -52,7 +52,8 @@ class SkewedClock:
         self.set_drift(drift_ppm)
 
     def wall_ns(self) -> int:
-        return self._base.wall_ns() + self._offset_ns + self._gain_ns()
+        elapsed_ns = self._base_ns() - self._since_ns
+        return self._base.wall_ns() + self._offset_ns + self._gained_ns + elapsed_ns * self._drift_ppm // 1_000_000
 
     def monotonic_ns(self) -> int:
         # Read very often in simulations, hence in one piece; the gain is that of `_gain_ns`.

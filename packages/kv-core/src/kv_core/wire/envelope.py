@@ -179,7 +179,11 @@ def _fault(value: object, depth: int) -> str:
         if depth > limits.MAX_NESTING_DEPTH:
             return f"nested deeper than {limits.MAX_NESTING_DEPTH}"
         for item in value.values() if isinstance(value, dict) else value:
-            if type(item) in (float, list, dict):
+            kind = type(item)
+            if kind is float:
+                if item != item:
+                    return "NaN"
+            elif kind is list or kind is dict:
                 reason = _fault(item, depth + 1)
                 if reason:
                     return reason
