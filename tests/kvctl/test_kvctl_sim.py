@@ -1,6 +1,11 @@
 """`kvctl sim`: what it writes of each seed, and what it returns when one fails."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +44,35 @@ def test_a_seed_that_fails_is_told_and_the_next_ones_still_run(
     assert not failed["ok"] and failed["seed"] == 5 and failed["error"].endswith("make sim SEED=5")
     assert held["ok"] and held["seed"] == 6
     assert told["failures"] == 1 and told["failed"] == [failed["error"]]
+
+
+def _living(group: int) -> list[str]:
+    """Processes of that group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, own_group = stat.read_text().rpartition(") ")[2].split()[:3]
+        except OSError:
+            continue
+        if int(own_group) == group and state != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    call = "import sys; from kv_services.kvctl import app; sys.argv = ['kvctl', *sys.argv[1:]]; app()"
+    command = [sys.executable, "-c", call, "sim", "--seeds", "500", "--jobs", "2", "--json"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    kvctl = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Both processes have a run under way.
+    while len(list(tmp_path.glob("kv-sims-*/kv-sim-*"))) < 2:
+        assert kvctl.poll() is None
+        time.sleep(0.05)
+    os.killpg(kvctl.pid, signal.SIGINT)
+    told, _ = kvctl.communicate()
+    assert kvctl.returncode != 0 and told == b""
+    # What multiprocessing keeps for itself ends once the pipe to its parent is closed.
+    while _living(kvctl.pid):
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

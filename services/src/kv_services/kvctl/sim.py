@@ -3,10 +3,13 @@
 import gc
 import json
 import logging
+import multiprocessing
 import os
-from collections.abc import Iterator
+import signal
+import tempfile
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Final
 from rich.progress import Progress
 
 from kv_core.errors import KVError
-from kv_services.kvctl.output import console, print_json
+from kv_services.kvctl.output import console, messages, print_json
 from kv_services.sim.chaos import KINDS
 from kv_services.sim.world import SimResult, simulate
 
@@ -38,6 +41,8 @@ def run(
 
     Args:
         record: a file to which a line of JSON is added for each seed, as soon as it and those before it have ended.
+
+    Progress and failures go to standard error. Ctrl-C ends the processes and leaves no file behind.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -47,16 +52,16 @@ def run(
     results: list[SimResult] = []
     seeds = range(first_seed, first_seed + num_seeds)
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(console=console(), disable=as_json))
+        outcomes = stack.enter_context(closing(_outcomes(seeds, seconds, num_nodes, kinds or KINDS, jobs)))
+        progress = stack.enter_context(Progress(console=messages()))
         lines = None if record is None else stack.enter_context(record.open("a", buffering=1))
         task = progress.add_task("seeds", total=num_seeds)
-        for seed, outcome in zip(seeds, _outcomes(seeds, seconds, num_nodes, kinds or KINDS, jobs), strict=True):
+        for seed, outcome in zip(seeds, outcomes, strict=True):
             if lines is not None:
                 lines.write(_line(seed, outcome))
             if isinstance(outcome, str):
                 failures.append(outcome)
-                if not as_json:
-                    progress.console.print(outcome, style="red", markup=False)
+                progress.console.print(outcome, style="red", markup=False)
             else:
                 results.append(outcome)
             progress.advance(task)
@@ -83,13 +88,26 @@ def run(
     return 1 if failures else 0
 
 
-def _outcomes(seeds: range, seconds: float, num_nodes: int, kinds: tuple[str, ...], jobs: int) -> Iterator[Outcome]:
+def _outcomes(
+    seeds: range, seconds: float, num_nodes: int, kinds: tuple[str, ...], jobs: int
+) -> Generator[Outcome, None, None]:
     if len(seeds) == 1 or jobs == 1:
         for seed in seeds:
             yield _one(seed, seconds, num_nodes, kinds)
         return
-    with ProcessPoolExecutor(max_workers=jobs, initializer=_spare_gc) as pool:
-        yield from pool.map(partial(_one, seconds=seconds, num_nodes=num_nodes, kinds=kinds), seeds)
+    with tempfile.TemporaryDirectory(prefix="kv-sims-") as folder:
+        # Spawned: our own threads, such as the one that draws the progress, are not for them.
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin_worker, (folder,))
+        try:
+            yield from pool.map(partial(_one, seconds=seconds, num_nodes=num_nodes, kinds=kinds), seeds)
+        except BaseException:
+            # Whatever it was: nobody wants to know any more, and their files are in our folder.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join()
+            raise
+        pool.shutdown()
 
 
 def _line(seed: int, outcome: Outcome) -> str:
@@ -98,8 +116,11 @@ def _line(seed: int, outcome: Outcome) -> str:
     return json.dumps({**asdict(outcome), "ok": True}) + "\n"
 
 
-def _spare_gc() -> None:
-    """What was imported stays, and a run makes few cycles: looking at everything so often costs a twentieth of it."""
+def _begin_worker(folder: str) -> None:
+    """Leave Ctrl-C to whoever started this process, and make files in his folder."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = folder
+    # What was imported stays, and a run makes few cycles: looking at everything so often costs a twentieth of it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
