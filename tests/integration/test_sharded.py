@@ -238,7 +238,8 @@ async def test_when_the_nodes_left_cannot_hold_it_the_client_is_told_so_and_noth
     seen = await asyncio.wait_for(stream(fabric, tokens, 70, on_text), DEADLINE_S)
     assert killed and seen.error, seen
     assert loop.time() - began < 60.0  # the request's own limit
-    assert seen.error["code"] in ("overloaded", "node_error", "service_unavailable"), seen.error
+    # By whether the gateway had heard of the death before its last attempt.
+    assert seen.error["code"] in ("overloaded", "try_again"), seen.error
     assert oracle.text(tokens, 70).startswith(seen.text.rstrip("\ufffd"))
     await fabric.settle([node.id for node in fabric.config.nodes if node.id != killed[0]])
     await back_again(fabric, killed[0])

@@ -3,6 +3,7 @@
 from typing import Final
 
 from tests.mutants.catalog_blocks import POOL, TRANSFER
+from tests.mutants.catalog_shards import SHARDS
 from tests.mutants.mutant import Mutant
 
 _HLC: Final = "tests/consistency/test_hlc.py"
@@ -359,4 +360,4 @@ FENCING: Final = (
     ),
 )
 
-MUTANTS: Final = (*CLOCK, *VECTORS, *LOG, *HOLDERS, *FENCING, *POOL, *TRANSFER)
+MUTANTS: Final = (*CLOCK, *VECTORS, *LOG, *HOLDERS, *FENCING, *POOL, *TRANSFER, *SHARDS)

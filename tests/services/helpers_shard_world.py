@@ -51,7 +51,7 @@ from kv_services.sharded.errors import ShardLostError, ShardRefusedError
 
 R, GATEWAY = RequestId("r"), NodeId("gateway")
 LAYERS, BLOCK, DEADLINE_NS = 3, 4, 1_000
-LIFE = Incarnation(1)
+LIFE, NAMESPACE = Incarnation(1), bytes(16)
 Answer = Callable[[KVError | None], None]
 
 
@@ -186,7 +186,7 @@ class World:
             case OpenPiece(request_id, epoch, piece, deadline_ns):
                 self.num_asks += 1
                 caller = Caller(node.name, LIFE)
-                event = OpenAsked(self.num_asks, request_id, epoch, caller, piece, deadline_ns)
+                event = OpenAsked(self.num_asks, request_id, epoch, caller, NAMESPACE, piece, deadline_ns)
                 self._ask(node.name, piece.node, event, partial(self._opened, node.name, epoch, piece.node))
             case ClosePiece(request_id, epoch, target, _):
                 self._send(node.name, target, partial(self.work, target, CloseAsked(request_id, epoch)))

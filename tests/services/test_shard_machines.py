@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.errors import LocalProtocolError, RemoteProtocolError, RetryableError
-from kv_core.ids import Incarnation, NodeId, RequestId
+from kv_core.ids import Incarnation, NodeId, RegionId, RequestId
 from kv_core.sharding import InvalidPlanError, Placement
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.errors import TenantQuotaError
+from kv_prefix.quotas import AccountLimits, AccountSource
 from kv_services.errors import (
     EpochFencedError,
     NodeDrainingError,
@@ -35,11 +38,12 @@ from kv_services.node.shard_worker_state import (
     CloseAsked,
     OpenAsked,
     RefuseAsk,
+    ShardWorkerMachine,
     StartCall,
 )
 from kv_services.sharded.errors import ShardLostError, ShardOrderError, ShardRefusedError
 from kv_services.sharded.plan import SequenceSize, ShardMode, plan_pieces
-from tests.services.helpers_shard_world import BLOCK, DEADLINE_NS, GATEWAY, LAYERS, LIFE, R, World
+from tests.services.helpers_shard_world import BLOCK, DEADLINE_NS, GATEWAY, LAYERS, LIFE, NAMESPACE, R, World
 
 A, B, C, D = (NodeId(name) for name in "abcd")
 PROMPT, COUNT = tuple(range(30)), 5
@@ -227,7 +231,7 @@ def test_an_end_that_comes_before_its_reserve_keeps_it_from_beginning() -> None:
 
 
 def ask_open(ask: int, epoch: int, piece: Placement, caller: Caller) -> OpenAsked:
-    return OpenAsked(ask, R, epoch, caller, piece, DEADLINE_NS)
+    return OpenAsked(ask, R, epoch, caller, NAMESPACE, piece, DEADLINE_NS)
 
 
 def test_calls_out_of_order_from_others_or_outside_the_piece_are_refused_and_nothing_runs() -> None:
@@ -290,7 +294,7 @@ def test_a_waiting_successor_is_refused_when_it_is_closed_or_its_coordinator_die
 def test_a_worker_takes_no_more_pieces_than_it_may_and_none_that_are_none() -> None:
     machine, caller = world(slots=40).nodes[A].worker, Caller(B, LIFE)
     for number in range(8):
-        opened = OpenAsked(number, RequestId(f"r{number}"), 1, caller, Placement(0, 3, 0, 8, A), DEADLINE_NS)
+        opened = OpenAsked(number, RequestId(f"r{number}"), 1, caller, NAMESPACE, Placement(0, 3, 0, 8, A), DEADLINE_NS)
         assert isinstance(machine.step(opened)[-1], AnswerOpened)
     (refused,) = machine.step(ask_open(9, 1, Placement(0, 3, 0, 8, A), caller))
     assert isinstance(refused, RefuseAsk) and isinstance(refused.error, NodeOverloadedError)
@@ -308,7 +312,7 @@ def test_a_worker_that_leaves_finishes_what_it_has_or_hands_it_over_as_it_is_tol
     machine, caller = world().nodes[A].worker, Caller(B, LIFE)
     machine.step(ask_open(1, 1, Placement(0, 1, 0, 8, A), caller))
     machine.step(DrainBegan(hand_over=False))
-    other = OpenAsked(2, RequestId("other"), 1, caller, Placement(0, 1, 0, 8, A), DEADLINE_NS)
+    other = OpenAsked(2, RequestId("other"), 1, caller, NAMESPACE, Placement(0, 1, 0, 8, A), DEADLINE_NS)
     (refused,) = machine.step(other)
     assert isinstance(refused, RefuseAsk) and isinstance(refused.error, NodeDrainingError)
     assert isinstance(machine.step(CallAsked(3, R, 1, caller, None, 0, 4, True))[0], StartCall)
@@ -318,3 +322,18 @@ def test_a_worker_that_leaves_finishes_what_it_has_or_hands_it_over_as_it_is_tol
     assert isinstance(refused, RefuseAsk) and isinstance(refused.error, NodeDrainingError)
     machine.step(DrainEnded())
     assert isinstance(machine.step(CallAsked(5, R, 1, caller, None, 4, 4, True))[0], StartCall)
+
+
+def test_a_piece_is_charged_to_its_tenant_and_refused_beyond_the_quota_whatever_room_there_is() -> None:
+    accounts = AccountSource({"small": AccountLimits(max_blocks=3)}, {NAMESPACE: "small"}.get)
+    pool, caller = BlockPool(40, BLOCK, region=RegionId(1), accounts=accounts), Caller(B, LIFE)
+    machine = ShardWorkerMachine(A, pool, num_layers=LAYERS, block_size=BLOCK, max_shards=8)
+    assert isinstance(machine.step(ask_open(1, 1, Placement(0, 3, 0, 8, A), caller))[-1], AnswerOpened)
+    assert pool.accounts()["small"].used == 2
+    other = OpenAsked(2, RequestId("other"), 1, caller, NAMESPACE, Placement(0, 3, 0, 8, A), DEADLINE_NS)
+    (refused,) = machine.step(other)
+    assert isinstance(refused, RefuseAsk) and isinstance(refused.error, TenantQuotaError)
+    free = OpenAsked(3, RequestId("other"), 2, caller, b"o" * 16, Placement(0, 3, 0, 8, A), DEADLINE_NS)
+    assert isinstance(machine.step(free)[-1], AnswerOpened)
+    machine.step(CloseAsked(R, 1))
+    assert pool.accounts()["small"].used == 0

@@ -20,12 +20,13 @@ from kv_core.errors import KVError, RemoteProtocolError, RetryableError
 from kv_core.ids import NodeId, RequestId
 from kv_core.sharding import Placement
 from kv_core.wire import Message
+from kv_prefix.errors import TenantQuotaError
 from kv_services.engine.interface import FloatArray
 from kv_services.engine.shard_math import Partials
 from kv_services.engine.sharding import ShardEngine
 from kv_services.errors import NodeDrainingError, NoKVRoleError, UnknownRequestError
 from kv_services.event_log import EventLog
-from kv_services.messages import DecodeReserved
+from kv_services.messages import DecodeReserved, NamespaceFields
 from kv_services.node.compute import sample_token
 from kv_services.node.context import NodeContext
 from kv_services.node.decode_events import EndAsked, GiveUp, RefuseReserve, ReplyReserved, Retire, SendTokens
@@ -72,9 +73,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of one request: who waits for its pieces to be open, and the state between two stages."""
+    """What is kept of one request: who waits until its pieces are open, whose KV it is, the state between stages."""
 
     asked: Request[ReserveSharded] | None
+    namespace: NamespaceFields
     hidden: FloatArray | None = None
 
 
@@ -143,7 +145,7 @@ class ShardCoordinator(Actor[CoordinatorEvent, CoordinatorEffect]):
                 pieces=pieces,
             )
         )
-        self._kept[key] = _Kept(request)
+        self._kept[key] = _Kept(request, message.namespace)
         request.on_abandoned(lambda: self._abandoned(key))
         return DEFERRED
 
@@ -233,10 +235,11 @@ class ShardCoordinator(Actor[CoordinatorEvent, CoordinatorEffect]):
         p = effect.piece
         fields = PieceFields(p.node, p.layer_start, p.layer_end, p.token_start, p.token_end)
         left_ns = max(1, effect.deadline_ns - self._ctx.clock.monotonic_ns())
-        message = OpenShard(effect.request_id, effect.epoch, fields, left_ns)
+        namespace = self._kept[effect.request_id, effect.epoch].namespace
+        message = OpenShard(effect.request_id, effect.epoch, namespace, fields, left_ns)
         try:
             return await self._ask(p.node, message, ShardOpened, effect.deadline_ns)
-        except ShardLostError:
+        except (ShardLostError, TenantQuotaError):
             raise
         except RetryableError as error:
             raise ShardRefusedError(request_id=effect.request_id, node=p.node, cause=str(error)) from error

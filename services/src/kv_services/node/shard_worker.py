@@ -151,7 +151,8 @@ class ShardWorker(Actor[WorkerEvent, WorkerEffect]):
             p = message.piece
             piece = Placement(p.layer_start, p.layer_end, p.token_start, p.token_end, self._ctx.node_id)
             deadline_ns = self._ctx.clock.monotonic_ns() + message.deadline_ns
-            self.post(OpenAsked(ask, request_id, epoch, caller, piece, deadline_ns))
+            namespace = self._ctx.replica.know(message.namespace.namespace()).digest
+            self.post(OpenAsked(ask, request_id, epoch, caller, namespace, piece, deadline_ns))
         else:
             layer = message.layer if isinstance(message, AttendShard) else None
             count, stores = self._rows_of(self._engine, message)

@@ -36,12 +36,13 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class OpenAsked:
-    """A coordinator wants this piece held."""
+    """A coordinator wants this piece held, for the account of that namespace."""
 
     ask: int
     request_id: RequestId
     epoch: int
     caller: Caller
+    namespace: bytes
     piece: Placement
     deadline_ns: int
 
@@ -246,7 +247,8 @@ class ShardWorkerMachine:
             return [RefuseAsk(event.ask, NodeOverloadedError(node=self._node_id, waiting=limit, limit=limit))]
         num_slots = piece_slots(piece, self._num_layers, self._block_size)
         try:
-            opened = self._pool.open(f"{request_id} piece", None, num_slots)
+            nothing = self._pool.match(event.namespace, (), ())
+            opened = self._pool.open(f"{request_id} piece", nothing, num_slots, use_partial=False)
         except NoSpaceError as error:
             return [RefuseAsk(event.ask, error)]
         stored = [piece.token_start] * (piece.layer_end - piece.layer_start)

@@ -58,10 +58,11 @@ class ReserveSharded(Message, frozen=True, tag="reserve_sharded"):
 
 
 class OpenShard(Message, frozen=True, tag="open_shard"):
-    """Coordinator to holder: take all slots of this piece, for at most this long."""
+    """Coordinator to holder: take all slots of this piece, for the namespace's tenant and at most this long."""
 
     request_id: Name
     epoch: Epoch
+    namespace: NamespaceFields
     piece: PieceFields
     deadline_ns: Count
 
