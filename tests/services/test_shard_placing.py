@@ -195,6 +195,8 @@ slots = 8
         ('mode = "hybrid"\ngroups = [["a", "b"], ["b", "a"]]', "$.sharding.groups[1][0]"),
         ('mode = "none"\nabove_tokens = 5', "$.sharding.above_tokens"),
         ('mode = "both"', "$.sharding.mode"),
+        ('mode = "layer"\n[model]\nengine = "stub"', "$.sharding.mode"),
+        ('above_tokens = 5\n[model]\nengine = "stub"', "$.sharding.above_tokens"),
     ],
 )
 def test_a_section_that_contradicts_itself_is_refused_by_its_path(sharding: str, path: str) -> None:

@@ -136,6 +136,10 @@ def _sharding_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
             if name in seen:
                 yield where, f"expected each node once, {name!r} has a place already"
             seen.add(name)
+    if config.model.engine == "stub" and sharding.mode not in ("auto", "none"):
+        yield "$.sharding.mode", "expected auto or none: the stub engine does not compute on pieces"
+    if config.model.engine == "stub" and sharding.above_tokens:
+        yield "$.sharding.above_tokens", "expected 0: the stub engine does not compute on pieces"
     if sharding.above_tokens and sharding.mode == "none":
         yield "$.sharding.above_tokens", "expected 0 with mode none"
 
