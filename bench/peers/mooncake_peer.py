@@ -9,15 +9,18 @@ import ctypes
 import importlib
 import json
 import mmap
+import signal
 import subprocess
 import sys
 import time
 from typing import Any, Final
 
 NBYTES: Final = 128 << 20
+PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also while it is stopped, which is most of the time
     if len(sys.argv) > 2:
         wait_as_target()
     else:

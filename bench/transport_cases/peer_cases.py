@@ -1,6 +1,9 @@
 """Ours against other transfer engines on the same machine, each in its own environment (`make bench-peers`)."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,11 +31,12 @@ class PeerCase:
     transport: TransportName
     pattern: Pattern
     op: XferOp
-    need: float
+    need: float | None
 
     @property
     def name(self) -> str:
-        return f"{self.transport}_{self._op}_{self.pattern.name}_vs_{self.peer}"
+        polled = "_polled" if self.mode.endswith("-polled") else ""
+        return f"{self.transport}_{self._op}_{self.pattern.name}_vs_{self.peer}{polled}"
 
     @property
     def _op(self) -> str:
@@ -42,7 +46,8 @@ class PeerCase:
 def _cases() -> Iterator[PeerCase]:
     for op in XferOp:
         for pattern in (places.LARGE, places.MEDIUM, places.BLOCKS):
-            yield PeerCase("nixl", "default", "shm", pattern, op, 0.9)
+            for mode in ("default", "default-polled"):
+                yield PeerCase("nixl", mode, "shm", pattern, op, 0.9)
     for pattern, mooncake, nixl in (
         (places.LARGE, 1.5, 2.0),
         (places.BLOCKS, 1.5, 2.0),
@@ -50,24 +55,40 @@ def _cases() -> Iterator[PeerCase]:
     ):
         yield PeerCase("mooncake", "tcp", "tcp", pattern, XferOp.READ, mooncake)
         yield PeerCase("nixl", "tcp", "tcp", pattern, XferOp.READ, nixl)
+        yield PeerCase("nixl", "tcp-polled", "tcp", pattern, XferOp.READ, None)
 
 
 class PeerEngine:
-    """A peer at work in its own environment; it moves what a pattern says and answers with GB/s."""
+    """A peer at work in its own environment; it moves what a pattern says and answers with GB/s.
+
+    Its processes are stopped while it is not asked: some of their threads spin, which would slow whoever is measured.
+    """
 
     def __init__(self, peer: str, mode: str) -> None:
         command = [str(environment(peer) / "bin" / "python"), str(PEERS / f"{peer}_peer.py"), mode]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
         )
         self._heard()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)  # of its session: the process and its target
 
     def rate(self, op: XferOp, pairs: Sequence[tuple[int, int]], piece: int, seconds: float) -> float:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         order = {"op": op.value, "pairs": list(pairs), "piece": piece, "seconds": seconds}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        return float(self._heard()["gbps"])
+        gbps = float(self._heard()["gbps"])
+        self._signal(signal.SIGSTOP)
+        return gbps
 
     def _heard(self) -> dict[str, float]:
         assert self._process.stdout is not None
@@ -79,11 +100,13 @@ class PeerEngine:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
 
