@@ -38,7 +38,8 @@ def random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """bf16 bits of numbers of all sizes that have a scale."""
     bits = rng.integers(0, kernels.TOP_MAX + 1, shape) | (rng.integers(0, 2, shape) << 15)
     near = ((rng.standard_normal(shape).astype(np.float32)).view(np.uint32) >> 16).astype(np.int64)
-    return np.where(rng.random(shape) < 0.5, bits, near).astype(np.uint16)
+    mixed = np.where(rng.random(shape) < 0.5, bits, near)
+    return np.where(rng.random(shape) < 0.1, bits & 0x8000, mixed).astype(np.uint16)  # of both zeros many
 
 
 # Array code, in NumPy.

@@ -18,6 +18,7 @@ from kv_transport import HeadSplit, TransportConfig
 from kv_transport.backends.memory_network import MemoryFaults, MemoryNetwork
 from kv_transport.errors import ConnectionLost, InvalidDescriptor, NoTransport, ReplayedNonce, TransferTimeout
 from kv_transport.types import PeerName
+from kv_transport.units import Unit
 from tests.transport.helpers_memory import memory_node
 from tests.transport.helpers_reshard import filled_ranks, geometry, ranks
 from tests.transport.helpers_transport import SMALL, Node, config, eventually, introduce, node, pair
@@ -125,7 +126,9 @@ async def test_references_past_the_end_are_refused_before_a_byte_moves(tmp_path:
         assert handover.stats().nbytes == 0
 
 
-async def test_a_wait_keeps_its_timeout_and_says_which_layers_are_missing(tmp_path: Path) -> None:
+async def test_a_wait_keeps_its_timeout_and_says_which_layers_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The transfer itself goes on: a deadline of the caller frees no memory."""
     async with pair("tcp", tmp_path) as (sender, receiver):
         source, target = sender.filled(2, 1), receiver.blocks(2)
@@ -133,14 +136,22 @@ async def test_a_wait_keeps_its_timeout_and_says_which_layers_are_missing(tmp_pa
         reached = receiver.agent.peer(NodeId("prefill"))
         await reached.connect()
         link = next(iter(reached._links.values()))
-        real, held = link._begin, list[object]()
-        link._begin = lambda seq, unit: real(seq, unit) if unit.layer != 2 else held.append((seq, unit))  # type: ignore[method-assign]
+        real = link._begin
+        held: list[tuple[int, Unit]] = []
+
+        def begin(seq: int, unit: Unit) -> None:
+            if unit.layer == 2:
+                held.append((seq, unit))
+            else:
+                real(seq, unit)
+
+        monkeypatch.setattr(link, "_begin", begin)
         future = receiver.engine.fetch(lease, target)
         with pytest.raises(TransferTimeout) as caught:
             await future.wait(300)
         assert caught.value.fields["missing_layers"] == future.missing_layers == [2]
         assert caught.value.fields["timeout_ms"] == 300
-        for seq, unit in held:  # type: ignore[misc]
+        for seq, unit in held:
             real(seq, unit)
         await future.wait(20_000)
         assert receiver.content(target) == sender.content(source)

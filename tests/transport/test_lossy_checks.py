@@ -8,6 +8,7 @@ import pytest
 from kv_core.ids import RequestId
 from kv_transport import TransportConfig
 from kv_transport.codecs import Codec
+from kv_transport.config import TransportName
 from kv_transport.errors import CodecFailed, InvalidDescriptor
 from tests.transport.helpers_transport import SMALL, pair
 
@@ -48,6 +49,7 @@ async def test_where_nothing_encodes_a_codec_is_refused_naming_both(tmp_path: Pa
             receiver.engine.fetch(lease, receiver.blocks(2), codec=Codec.INT8, accept=list(Codec))
         sender.engine.release_lease(lease.ticket)
         assert sender.agent.inventory().of("transfer") == receiver.agent.inventory().of("transfer") == ()
-    for transport in ("shm", "ucx", "memory"):
+    transports: tuple[TransportName, ...] = ("shm", "ucx", "memory")
+    for transport in transports:
         with pytest.raises(InvalidDescriptor, match=f"'lz4' is invalid: {transport} moves bytes as they are"):
-            TransportConfig(transport=transport, codec="lz4")  # type: ignore[arg-type]
+            TransportConfig(transport=transport, codec="lz4")

@@ -82,7 +82,7 @@ def _least_scales(xp: Namespace, top: DeviceArray) -> DeviceArray:
 def _nearest_codes(xp: Namespace, size: DeviceArray) -> DeviceArray:
     """Codes of float32 magnitudes, by arithmetic."""
     size = size.astype(xp.float64)
-    exponent = xp.maximum(xp.frexp(size)[1] - 1, -6)
+    exponent = xp.where(size < 2.0**-6, -6, xp.frexp(size)[1] - 1)  # of a zero frexp says 0
     steps = xp.rint(xp.ldexp(size, 3 - exponent)).astype(xp.int32)
     # Eight steps are one power of two; a sixteenth carries into the exponent, and below -6 there are none to carry.
     return ((exponent + 7) << 3) + steps - 8
