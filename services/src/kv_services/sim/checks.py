@@ -16,7 +16,7 @@ from kv_core.hashing import BlockHash
 from kv_prefix.prefix_index import Holder, HolderMatch
 from kv_services.engine.errors import KVContentError
 from kv_services.membership.state import Liveness
-from kv_services.sim.holdings import chains_below, chains_in_memory, depth, names_held
+from kv_services.sim.holdings import blocks_in_memory, chain_to, chains_below, chains_in_memory, depth, names_held
 from kv_services.sim.node import MODEL, SimNode
 
 
@@ -65,39 +65,35 @@ class BlockChecker:
         self, node: SimNode, known: dict[tuple[int, int, BlockHash], None]
     ) -> dict[tuple[int, int, BlockHash], None]:
         assert node.work is not None
-        arena, now = node.work.ctx.arena, dict[tuple[int, int, BlockHash], None]()
-        generations = arena.generations
-        for chain in chains_in_memory(node.work):
-            names = [
-                (slot, int(generations[slot]), block_hash)
-                for slot, block_hash in zip(chain.slots, chain.hashes, strict=True)
-            ]
-            now.update(dict.fromkeys(names))
-            new = [index for index, name in enumerate(names) if name not in known]
-            if not new:
-                continue
-            self.num_blocks += len(new)
-            try:
-                MODEL.verify(arena, chain.tokens, chain.slots)
-            except KVContentError as error:
-                raise CheckError(node=node.name, what=f"offers wrong bytes: {error}") from None
-            for index in new:
-                slot = chain.slots[index]
-                for layer in range(arena.geometry.num_layers):
-                    check = int(arena.checks[layer, slot])
-                    if check and check != crc64(arena.cell(slot, layer)):
-                        raise CheckError(node=node.name, what=f"has a wrong checksum of slot {slot}, layer {layer}")
+        arena, blocks = node.work.ctx.arena, blocks_in_memory(node.work)
+        generations: list[int] = arena.generations.tolist()
+        now = {(slot, generations[slot], name): None for name, (_, _, slot) in blocks.items()}
+        new = [name for name in now if name not in known]
+        self.num_blocks += len(new)
+        followed = {blocks[block_hash][0] for _, _, block_hash in new}
+        for slot, _, block_hash in new:
+            if block_hash not in followed:
+                # With it all before it are looked at.
+                chain = chain_to(block_hash, blocks)
+                try:
+                    MODEL.verify(arena, chain.tokens, chain.slots)
+                except KVContentError as error:
+                    raise CheckError(node=node.name, what=f"offers wrong bytes: {error}") from None
+            for layer in range(arena.geometry.num_layers):
+                check = int(arena.checks[layer, slot])
+                if check and check != crc64(arena.cell(slot, layer)):
+                    raise CheckError(node=node.name, what=f"has a wrong checksum of slot {slot}, layer {layer}")
         return now
 
 
-def check_own_claims(node: SimNode) -> None:
-    """K3."""
+def check_own_claims(node: SimNode, purging: bool = False) -> None:
+    """K3. `purging`: it has heard of a purge, and may carry it out at its next tick only."""
     assert node.work is not None
     index, held = node.base.index, names_held(node.work)
     for chain in chains_in_memory(node.work):
         said = _said(index.lookup(chain.hashes)).get(node.holder, 0)
         # What lies below is announced a slice at a time.
-        if not len(chain.hashes) <= said <= depth(held, chain.hashes):
+        if not (0 if purging else len(chain.hashes)) <= said <= depth(held, chain.hashes):
             raise CheckError(node=node.name, what=f"says {said} of its own blocks, has {len(chain.hashes)}")
     for tier in node.work.ctx.tiers.tiers:
         tier.catalog.check()

@@ -4,38 +4,53 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv_core.hashing import BlockHash
+from kv_core.hashing import TOKEN_BYTES, BlockHash
 from kv_services.node.process import NodeWork
 
 BLOCK_SIZE: Final = 4
+HeldBlock = tuple[BlockHash | None, bytes, int]
+"""A block's parent, its tokens as little-endian uint32, and its slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChain:
-    """A run of blocks from the first of a sequence to a last one behind which the node's memory holds no more."""
+    """A run of blocks from the first of a sequence on, all in a node's memory."""
 
     hashes: tuple[BlockHash, ...]
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
 
 
+def blocks_in_memory(work: NodeWork) -> dict[BlockHash, HeldBlock]:
+    """Everything findable in the pool, parents before children."""
+    blocks: dict[BlockHash, HeldBlock] = {}
+    nbytes = BLOCK_SIZE * TOKEN_BYTES
+    for run in work.ctx.pool.snapshot():
+        parent = run.parent
+        for index, (block_hash, ref) in enumerate(zip(run.block_hashes, run.refs, strict=True)):
+            blocks[block_hash] = parent, run.tokens[index * nbytes : (index + 1) * nbytes], ref.slot
+            parent = block_hash
+    return blocks
+
+
+def chain_to(last: BlockHash, blocks: dict[BlockHash, HeldBlock]) -> HeldChain:
+    """The run of blocks that ends in that one."""
+    names: list[BlockHash] = []
+    at: BlockHash | None = last
+    while at is not None:
+        names.append(at)
+        at = blocks[at][0]
+    names.reverse()
+    held = [blocks[name] for name in names]
+    tokens = memoryview(b"".join([tokens for _, tokens, _ in held])).cast("I")
+    return HeldChain(tuple(names), tuple(tokens), tuple([slot for _, _, slot in held]))
+
+
 def chains_in_memory(work: NodeWork) -> Iterator[HeldChain]:
     """Everything findable in the pool, as chains that end where nothing follows."""
-    chains: dict[BlockHash, HeldChain] = {}
-    inner: dict[BlockHash, None] = {}
-    for run in work.ctx.pool.snapshot():
-        parent = None if run.parent is None else chains[run.parent]
-        if run.parent is not None:
-            inner[run.parent] = None
-        hashes, tokens, slots = (parent.hashes, parent.tokens, parent.slots) if parent else ((), (), ())
-        raw = memoryview(run.tokens).cast("I")
-        for index, (block_hash, ref) in enumerate(zip(run.block_hashes, run.refs, strict=True)):
-            if index:
-                inner[hashes[-1]] = None
-            hashes, slots = (*hashes, block_hash), (*slots, ref.slot)
-            tokens = (*tokens, *raw[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-            chains[block_hash] = HeldChain(hashes, tokens, slots)
-    return (chain for block_hash, chain in chains.items() if block_hash not in inner)
+    blocks = blocks_in_memory(work)
+    inner = {parent for parent, _, _ in blocks.values()}
+    return (chain_to(last, blocks) for last in blocks if last not in inner)
 
 
 def names_held(work: NodeWork) -> dict[BlockHash, None]:
@@ -46,6 +61,18 @@ def names_held(work: NodeWork) -> dict[BlockHash, None]:
     for tier in work.ctx.tiers.tiers:
         names.update(dict.fromkeys(block.block_hash for block in tier.catalog.blocks()))
     return names
+
+
+def copies_held(work: NodeWork) -> dict[tuple[object, ...], None]:
+    """Every copy of a block that can be found on the node, told from later copies of the same block."""
+    arena, copies = work.ctx.arena, dict[tuple[object, ...], None]()
+    for chain in chains_in_memory(work):
+        for slot, block_hash in zip(chain.slots, chain.hashes, strict=True):
+            copies["memory", block_hash, slot, int(arena.generations[slot])] = None
+    for tier in work.ctx.tiers.tiers:
+        for block in tier.catalog.blocks():
+            copies[tier.name, block.block_hash, block.epoch] = None
+    return copies
 
 
 def chains_below(work: NodeWork) -> Iterator[tuple[BlockHash, ...]]:
