@@ -1,9 +1,14 @@
 """What a tenant may hold, and what its requests may ask to be kept, on a real cluster."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from kv_services.config import TenantConfig
+from kv_services.config_file import dump_config
 from tests.integration.helpers_integration import BLOCK, GEOMETRY, Fabric, prompt, running, until
+from tests.integration.test_prefix_commands import kvctl
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -27,7 +32,7 @@ async def held(fabric: Fabric, node: str, tenant: str) -> float:
     return sum(float(value) for key, value in lines if key == f'kv_tenant_blocks{{tenant="{tenant}"}}')
 
 
-async def test_a_tenant_has_its_share_of_blocks_and_keeps_what_it_asks_to_keep_within_it() -> None:
+async def test_a_tenant_has_its_share_of_blocks_and_keeps_what_it_asks_to_keep_within_it(tmp_path: Path) -> None:
     async with running(slots=64, tenants=TENANTS, operator_keys=["operator-key-of-the-test"]) as fabric:
 
         async def ask(tenant: str, seed: int, blocks: int, **extra: object) -> int:
@@ -56,6 +61,19 @@ async def test_a_tenant_has_its_share_of_blocks_and_keeps_what_it_asks_to_keep_w
 
         await until(counted)
         assert all([await fabric.metric(node, "kv_retained_blocks") == 3 for node in fabric.kv_nodes])
+
+        # An operator has a prompt kept: of its two blocks as many as the tenant may still retain.
+        file, tokens = tmp_path / "cluster.toml", tmp_path / "tokens.json"
+        file.write_text(dump_config(fabric.config))
+        tokens.write_text(json.dumps(prompt(70, 2 * BLOCK + 1)))
+        words = ("--tokens", str(tokens), "--tenant", "small", "--keep-s", "600", "--priority", "90")
+        status, found = await kvctl(file, "warm", *words)
+        assert status == 0, found
+
+        async def four_kept() -> bool:
+            return all([await fabric.metric(node, "kv_retained_blocks") == 4 for node in fabric.kv_nodes])
+
+        await until(four_kept)
 
         for tenant, extra, code in (
             ("other", kept, "unsupported_parameter"),

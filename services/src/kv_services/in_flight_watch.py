@@ -8,23 +8,36 @@ A2: what a node announced is gone with its life, and when it falls silent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
 
 from kv_bus.interface import Event
 from kv_core.block_hashes import BlockHashes
 from kv_core.clock import Clock
+from kv_core.hash_chain import PACKED_BYTES
 from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId
+from kv_core.wire import Message
 from kv_prefix.errors import InvalidRequestError
 from kv_prefix.in_flight import InFlight, Wait
-from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberSuspected, MemberUp
 from kv_services.messages import PrefixComputed, PrefixComputing
+
+M = TypeVar("M", bound=Message)
+BELIEVED_NS_MAX: Final = 600_000_000_000
+"""No announcement is believed for longer, whatever it says: ten minutes compute the longest prompts there are."""
 
 
 def owner_of(node_id: NodeId, incarnation: Incarnation, computation: str) -> str:
     """How one computation is called in a process that hears of it."""
     return f"{node_id}#{incarnation}/{computation}"
+
+
+class Announcers(Protocol):
+    """Those whose announcements are heard, and their lives; the process's `ClusterView`."""
+
+    def on_published(self, message_type: type[M], listener: Callable[[Event[M]], None]) -> None: ...
+    def on_change(self, listener: Callable[[MemberEffect], None]) -> None: ...
 
 
 class InFlightWatch:
@@ -35,7 +48,7 @@ class InFlightWatch:
             not come.
     """
 
-    def __init__(self, cluster: ClusterView, clock: Clock, on_over: Callable[[str, bytes], None] | None = None) -> None:
+    def __init__(self, cluster: Announcers, clock: Clock, on_over: Callable[[str, bytes], None] | None = None) -> None:
         self._clock = clock
         self._on_over = on_over or _nobody
         self._node_of: dict[str, NodeId] = {}
@@ -100,7 +113,7 @@ class InFlightWatch:
 
     def _on_computing(self, event: Event[PrefixComputing]) -> None:
         message, now_ns = event.message, self._clock.monotonic_ns()
-        if len(message.names) % 20:
+        if len(message.names) % PACKED_BYTES:
             return
         owner = owner_of(event.origin, event.incarnation, message.computation)
         self.expire()
@@ -110,7 +123,7 @@ class InFlightWatch:
                 BlockHashes(message.names),
                 start_ns=now_ns + message.ready_ns,
                 ns_per_block=0,
-                until_ns=now_ns + message.until_ns,
+                until_ns=now_ns + min(message.until_ns, BELIEVED_NS_MAX),
             )
         except InvalidRequestError:
             return
