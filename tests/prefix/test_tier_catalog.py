@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from kv_core.hashing import token_bytes
 from kv_prefix.events import RemovalReason
-from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
+from kv_prefix.tiers.blocks import PlacedBlock, TierBlock, prefix_digests
 from kv_prefix.tiers.catalog import GROW_AFTER, StorePlan, TierCatalog, TierRemoved, TierStored
-from tests.prefix.helpers_tiers import NS, OTHER_NS, chain, names_of, prompt
+from tests.prefix.helpers_tiers import BLOCK_SIZE, NS, OTHER_NS, chain, names_of, prompt
 
 PROMPTS = [prompt(seed, 5, shared) for seed in range(4) for shared in (0, 2)]
 CHAINS = [chain(tokens) for tokens in PROMPTS]
@@ -112,8 +112,13 @@ def test_a_match_is_a_plain_walk_over_what_is_stored(data: st.DataObject) -> Non
         if block.sequence not in stored:
             break
         expected.append(block.sequence)
-    found = catalog.match(NS.digest, names_of(blocks), token_bytes(tokens), {}, first)
+    raw = token_bytes(tokens)
+    found = catalog.match(NS.digest, names_of(blocks), raw, {}, first)
     assert [block.sequence for block in found] == expected
+    # Piece by piece, with the digests at hand, it is the same.
+    digests = list(prefix_digests(NS.digest, raw, 4 * BLOCK_SIZE, {}))
+    most = data.draw(st.integers(1, 6))
+    assert catalog.match(NS.digest, names_of(blocks), raw, {}, first, digests, most) == found[:most]
 
 
 def test_a_block_behind_other_tokens_is_no_match_though_its_names_and_own_tokens_agree() -> None:

@@ -1,6 +1,7 @@
 """A node's tiers over a real pool, arena and replica, with a medium that the test can stop, fail and fill."""
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Sequence
 
@@ -86,7 +87,7 @@ class Medium:
 class Node:
     """What `assemble` puts together, without a bus."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = SLOTS, num_places: int = 64) -> None:
         self.clock = SystemClock()
         self.index = PrefixIndex()
         self.metrics = Metrics("node", "prefill")
@@ -94,12 +95,12 @@ class Node:
         self.replica = ReplicaService(manager, self.clock, self.index, Life(), self.metrics)
         self.replica.prime()
         self.replica.know(NS)
-        self.arena = Arena.create(GEOMETRY, SLOTS)
-        self.pool = BlockPool(SLOTS, 4, region=RegionId(1))
+        self.arena = Arena.create(GEOMETRY, slots)
+        self.pool = BlockPool(slots, 4, region=RegionId(1))
         self.cost = PullCost(GEOMETRY.block_nbytes, 4)
-        self.tiers = Tiers(self.pool, self.replica, self.clock, SLOTS, self.cost)
+        self.tiers = Tiers(self.pool, self.replica, self.clock, slots, self.cost)
         self.tiers.attach(self.prepare, self.flush)
-        self.medium = Medium()
+        self.medium = Medium(num_places)
         self.disk = self.tier(Tier.DISK, Opened.of(self.medium, []))
         self.tiers.add(self.disk)
         self.tiers.tick()
@@ -121,7 +122,8 @@ class Node:
 
     def kv_of(self, tokens: list[int], block_idx: int) -> NDArray[np.float16]:
         """The KV of one block, which follows from all tokens up to it: no two blocks are alike."""
-        draw = np.random.default_rng(tokens[: 4 * block_idx + 4])
+        seed = hashlib.blake2b(token_bytes(tokens[: 4 * block_idx + 4]), digest_size=8).digest()
+        draw = np.random.default_rng(int.from_bytes(seed))
         values: NDArray[np.int64] = draw.integers(0, 2048, self.arena.array[0].shape)
         return values.astype(np.float16)
 

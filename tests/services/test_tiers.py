@@ -13,7 +13,7 @@ from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.replica import ReplicaConfig
 from kv_consistency.update import scope_id
 from kv_core.clock import SystemClock
-from kv_core.hashing import hash_tokens
+from kv_core.hashing import hash_tokens, token_bytes
 from kv_core.ids import Incarnation
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import PrefixIndex
@@ -219,6 +219,29 @@ async def test_a_prefix_longer_than_one_load_comes_up_whole_and_what_misses_a_bl
     node.flush()
     assert not await node.tiers.bring_up(names, deadline_ns)
     assert node.in_memory(tokens) in (0, 4)
+
+
+async def test_a_long_prompt_is_put_together_from_several_tiers() -> None:
+    node = Node(slots=2_800, num_places=800)
+    medium = Medium(800)
+    remote = node.tier(Tier.REMOTE, Opened.of(medium, []))
+    node.tiers.add(remote)
+    tokens = prompt(1, 700)
+    node.compute(tokens)
+    await node.at_rest()
+    async with asyncio.timeout(20):
+        while len(remote.queue) or remote.queue.in_flight:  # noqa: ASYNC110 - threads end it
+            await asyncio.sleep(0.005)
+    holes = {name.sequence for name in hash_tokens(NS, tokens)[600:605]}
+    node.disk.purge(lambda block: block.sequence in holes)
+    remote.purge(lambda block: block.block_idx > 650)
+    node.pool.purge(NS.digest)
+    node.flush()
+    assert node.tiers.below(NS, hash_tokens(NS, tokens), token_bytes([*tokens, 0]), 0) == (600 + 49, 51)
+    assert await node.promote(tokens) == 700
+    assert node.in_memory(tokens) == 700 and medium.reads == 1
+    await node.tiers.close()
+    node.arena.close()
 
 
 async def test_a_closing_node_writes_what_waits(node: Node) -> None:

@@ -11,21 +11,21 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kv_consistency.update import NamespaceRef
 from kv_core.block import BlockRef
 from kv_core.clock import Clock
-from kv_core.hashing import BlockHash, hash_tokens
+from kv_core.hashing import TOKEN_BYTES, BlockHash, hash_tokens
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, StaleMatchError
 from kv_prefix.events import BlocksStored, PoolEvent, Tier
 from kv_prefix.explain import RemovalLog
 from kv_prefix.pool_types import PoolMatch
-from kv_prefix.tiers.blocks import TierBlock
+from kv_prefix.tiers.blocks import TierBlock, prefix_digests
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
 from kv_services.node.orphans import Orphans
 from kv_services.node.pull_cost import PullCost
@@ -38,6 +38,8 @@ from kv_services.status_report import TierCounts
 LOAD_TIMEOUT_NS: Final = 2_000_000_000
 """How long a prompt waits for a load: a disk that answers later is slower than computing."""
 OPEN_AGAIN_NS: Final = 30_000_000_000
+PIECE_BLOCKS: Final = 512
+"""Blocks of a prompt that are looked for in one turn of the loop."""
 IN_FLIGHT_SHARE: Final = 4
 """At most one slot in so many is being loaded into."""
 
@@ -250,7 +252,7 @@ class Tiers:
         if not self._started or not any(tier.catalog.stats().stored for tier in self.tiers):
             return 0
         names = hash_tokens(namespace, tokens[:-4])
-        plan = self._plan(namespace, names, tokens)
+        plan = await self._plan(namespace, names, tokens)
         if plan is None:
             return 0
         return await self._bring_up(plan, deadline_ns)
@@ -302,8 +304,10 @@ class Tiers:
     def below(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes, first: int) -> tuple[int, int]:
         """How many blocks of a prompt follow its first ones on disk and in the remote tier, without a hole."""
         found = {Tier.DISK: 0, Tier.REMOTE: 0}
-        for tier, _ in self._found(namespace, names, tokens, first):
-            found[tier.tier] += 1
+        if first < len(names) and self.has(names[first]):
+            digests = list(self._digests(namespace, tokens))
+            for tier, run in self._runs(namespace, names, tokens, first, digests):
+                found[tier.tier] += len(run)
         return found[Tier.DISK], found[Tier.REMOTE]
 
     def has(self, name: BlockHash) -> bool:
@@ -327,23 +331,52 @@ class Tiers:
         for tier in self.tiers:
             await tier.close()
 
-    def _plan(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes) -> _Plan | None:
+    async def _plan(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes) -> _Plan | None:
         match = self._pool.match(namespace.digest, names, tokens)
-        wanted = self._worth_it(self._found(namespace, names, tokens, len(match.refs)))
+        first = len(match.refs)
+        if first == len(names) or not self.has(names[first]):
+            return None
+        if len(names) > PIECE_BLOCKS:
+            # Of a long prompt that takes milliseconds, which the loop does not have.
+            loop = asyncio.get_running_loop()
+            digests = await loop.run_in_executor(None, lambda: list(self._digests(namespace, tokens)))
+            match = self._pool.match(namespace.digest, names, tokens)
+            first = len(match.refs)
+        else:
+            digests = list(self._digests(namespace, tokens))
+        found: list[tuple[NodeTier, TierBlock]] = []
+        for tier, run in self._runs(namespace, names, tokens, first, digests):
+            found += [(tier, block) for block in run]
+            if len(found) >= self._most_in_flight:
+                break
+            if len(run) == PIECE_BLOCKS:
+                await asyncio.sleep(0)
+        wanted = self._worth_it(found)
         return _Plan(match, wanted) if wanted else None
 
-    def _found(
-        self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes, first: int
-    ) -> list[tuple[NodeTier, TierBlock]]:
-        """What the tiers have of a prompt from its block `first` on, without a hole, each from the fastest tier."""
-        found: list[tuple[NodeTier, TierBlock]] = []
-        while True:
-            before = len(found)
+    def _digests(self, namespace: Namespace, tokens: bytes) -> Iterator[bytes]:
+        return prefix_digests(namespace.digest, tokens, self._pool.block_size * TOKEN_BYTES, {})
+
+    def _runs(
+        self,
+        namespace: Namespace,
+        names: Sequence[BlockHash],
+        tokens: bytes,
+        first: int,
+        digests: Sequence[bytes],
+    ) -> Iterator[tuple[NodeTier, list[TierBlock]]]:
+        """What the tiers have of a prompt from its block `first` on, without a hole, piece by piece, each from the
+        fastest."""
+        while first < len(names):
             for tier in self.tiers:
-                run = tier.catalog.match(namespace.digest, names, tokens, {}, first + len(found))
-                found += [(tier, block) for block in itertools.takewhile(self._is_current, run)]
-            if len(found) == before:
-                return found
+                run = tier.catalog.match(namespace.digest, names, tokens, {}, first, digests, PIECE_BLOCKS)
+                run = list(itertools.takewhile(self._is_current, run))
+                if run:
+                    yield tier, run
+                    first += len(run)
+                    break
+            else:
+                return
 
     def _worth_it(self, found: Sequence[tuple[NodeTier, TierBlock]]) -> tuple[tuple[NodeTier, TierBlock], ...]:
         """The beginning of what was found that is cheaper to load than to compute."""

@@ -138,30 +138,39 @@ class TierCatalog:
         return sequence in self._by_name
 
     def match(
-        self, namespace: bytes, names: Sequence[BlockHash], raw: bytes, extras_of: ExtrasOf, first: int
+        self,
+        namespace: bytes,
+        names: Sequence[BlockHash],
+        raw: bytes,
+        extras_of: ExtrasOf,
+        first: int,
+        digests: Sequence[bytes] | None = None,
+        most: int | None = None,
     ) -> list[TierBlock]:
         """The blocks `first ..` of a prompt that are stored, up to the first that is not. Changes nothing.
 
         Args:
             names: of the blocks that may be matched, from block 0.
             raw: tokens of the prompt, from block 0.
+            digests: what `prefix_digests` gives for the prompt, if the caller has it already.
+            most: blocks to look for; None: all.
         """
         head = self.get(names[first]) if first < len(names) else None
         if head is None:
             return []
         nbytes = len(head.tokens)
-        digests = prefix_digests(namespace, raw[: nbytes * len(names)], nbytes, extras_of)
+        if digests is None:
+            digests = list(prefix_digests(namespace, raw[: nbytes * len(names)], nbytes, extras_of))
+        end = min(len(names), len(digests), first + (len(names) if most is None else most))
         matched: list[TierBlock] = []
-        for block_idx, digest in enumerate(digests):
-            if block_idx < first:
-                continue
+        for block_idx in range(first, end):
             block = self.get(names[block_idx])
             tokens = raw[block_idx * nbytes : (block_idx + 1) * nbytes]
             extras = pack_extras(extras_of.get(block_idx, ()))
             # D1: the digest stands for everything before, the rest is cheap to compare outright.
             if block is None or (block.namespace, block.tokens, block.extras) != (namespace, tokens, extras):
                 break
-            if block.prefix_digest != digest:
+            if block.prefix_digest != digests[block_idx]:
                 break
             matched.append(block)
         return matched
