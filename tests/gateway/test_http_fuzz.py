@@ -118,7 +118,8 @@ def test_the_same_value_is_taken_by_every_spelling_of_its_json(value: object) ->
         try:
             outcomes.append(str(COMPLETIONS.parse(text.encode())))
         except InvalidRequestError as error:
-            outcomes.append(str(error))
+            # What is no JSON, as an infinity, lies at another byte of each text.
+            outcomes.append(re.sub(r"\(byte \d+\)", "", str(error)))
     assert len(set(outcomes)) == 1
 
 

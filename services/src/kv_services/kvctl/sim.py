@@ -128,11 +128,14 @@ def _begin_worker(folder: str) -> None:
 
 def _one(seed: int, seconds: float, num_nodes: int, kinds: tuple[str, ...]) -> Outcome:
     # Suspicions and restarts are the point of the run, not news.
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         return simulate(seed, seconds=seconds, num_nodes=num_nodes, kinds=kinds)
     except KVError as error:
         return str(error)
+    finally:
+        logging.disable(before)
 
 
 def default_jobs() -> int:
