@@ -222,6 +222,26 @@ async def test_a_stream_goes_on_with_the_right_tokens_when_a_holder_or_the_coord
     await back_again(fabric, killed[0])
 
 
+async def test_a_stream_that_needs_every_node_goes_on_when_the_one_that_died_is_back(
+    fabric: Fabric, oracle: Oracle
+) -> None:
+    tokens, killed = prompt(41, BY_TOKENS), list[str]()
+
+    async def on_text(text: str) -> None:
+        if not killed and len(text) > 5:
+            killed.append(await find_piece(fabric, coordinator=False))
+            await fabric.cluster.kill(killed[0])
+            await fabric.cluster.restart(killed[0])
+
+    seen = await asyncio.wait_for(stream(fabric, tokens, 70, on_text), DEADLINE_S)
+    assert killed and not seen.error, (seen.error, fabric.last_lines())
+    assert (seen.text, seen.finish) == (oracle.text(tokens, 70), "length")
+    names = {node.id for node in fabric.config.nodes}
+    for name in sorted(names):
+        await fabric.all_alive(name, names - {name})
+    await fabric.settle()
+
+
 async def test_when_the_nodes_left_cannot_hold_it_the_client_is_told_so_and_nothing_stays(
     fabric: Fabric, oracle: Oracle
 ) -> None:

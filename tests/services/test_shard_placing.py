@@ -17,6 +17,8 @@ from kv_services.gateway.completer import GenerationRequest, KVOptions, Sampling
 from kv_services.gateway.oversize import Nodes, Oversize, oversize_rule
 from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
 from kv_services.gateway.routing_state import (
+    ROOM_PAUSE_DELAYS,
+    ROOM_WAITS_MAX,
     DecodeFailed,
     EndAt,
     Fail,
@@ -155,6 +157,23 @@ def test_a_cluster_that_is_too_small_fails_the_request_at_once_and_a_full_one_is
     route.step(RetryDue())
     small = ClusterTooSmallError(request_id=R, need=9, mode="auto", nodes=2, total=8)
     assert route.step(PlacementFailed(small)) == [Fail(small)]
+
+
+def test_a_request_that_lost_its_place_waits_for_room_without_using_up_its_attempts_but_not_for_ever() -> None:
+    route = placed()
+    route.step(Reserved(1, needs_prefill=False))
+    lost = ShardLostError(request_id=R, node=B, cause="it died")
+    route.step(DecodeFailed(1, lost, may_retry=True))
+    full = ClusterFullError(request_id=R, need=9, nodes=1, free=3)
+    for _ in range(ROOM_WAITS_MAX):
+        assert route.step(RetryDue()) == [Place((B,))]
+        assert route.step(PlacementFailed(full)) == [PauseThenRetry(10 * ROOM_PAUSE_DELAYS)]
+        assert route.attempt == 1
+    assert route.step(RetryDue()) == [Place((B,))]
+    # From here on it is an attempt like any other.
+    assert route.step(PlacementFailed(full)) == [NoteRetry(2, full), PauseThenRetry(20)]
+    route.step(RetryDue())
+    assert route.step(PlacementFailed(full)) == [Fail(full)]
 
 
 FILE = """

@@ -9,23 +9,31 @@ G3: the client sees the token at index i once, and only after those at 0 .. i-1.
 G4: exactly one of `Succeed`, `Fail` and `Leave` is emitted, and no effect after it.
 G5: whatever was reserved at a node is ended there, or the node is known to be dead.
 G6: being handed over by a node that leaves is no failed attempt, once for each node.
+G7: a request that lost its place over several nodes, or the race for it, waits for room for a bounded time, and that is
+    no failed attempt: its last pieces are still being given back, and who died may begin a new life.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from kv_core.errors import KVError, LocalProtocolError, RemoteProtocolError
 from kv_core.ids import NodeId, RequestId
 from kv_core.sharding import Placement
 from kv_services.errors import NodeDrainingError, RequestTooLargeError
 from kv_services.messages import OutputToken
-from kv_services.sharded.errors import ShardLostError, ShardRefusedError
+from kv_services.sharded.errors import ClusterFullError, ShardLostError, ShardRefusedError
 from kv_transport.recovery import (
     CHECKSUM_RETRIES_MAX,
     RetryOnAlternateNode,
     TransferTask,
     diagnose_transfer_failure,
 )
+
+ROOM_WAITS_MAX: Final = 25
+ROOM_PAUSE_DELAYS: Final = 4
+"""How often, and at which multiple of the delay between attempts, G7 looks for room: five seconds with the gateway's
+50 ms, in which a process is restarted and several heartbeats tell of free slots."""
 
 
 class RouteState(Enum):
@@ -259,6 +267,7 @@ class RequestRoute:
     _reason: str = ""
     _excluded: dict[NodeId, None] = field(default_factory=dict)
     _handed_over: set[NodeId] = field(default_factory=set)
+    _room_waits: int = 0
     _last_error: KVError | None = None
 
     def step(self, event: Event) -> list[Effect]:
@@ -406,6 +415,11 @@ class RequestRoute:
             self._handed_over.add(culprit)
             self.attempt -= 1
             return [NoteRetry(self.attempt + 1, error), *self._place()]
+        if isinstance(error, ClusterFullError) and self.epoch > 0 and self._room_waits < ROOM_WAITS_MAX:
+            self._room_waits += 1
+            self.attempt -= 1
+            self.state = RouteState.WAITING
+            return [PauseThenRetry(ROOM_PAUSE_DELAYS * self.retry_delay_ns)]
         if self.attempt >= self.max_attempts:
             return self._finish(Fail(error))
         self.state = RouteState.WAITING
