@@ -7,6 +7,7 @@ import pytest
 
 from kv_core.ids import NodeId
 from kv_core.testing import LoopClock
+from kv_prefix.block_pool import BlockPool
 from kv_services.config import Role
 from kv_services.membership.discovery_state import Directory, Event, Listing, RecordGone, RecordPut
 from kv_services.membership.discovery_state import Effect as DirectoryEffect
@@ -51,6 +52,13 @@ def test_a_node_that_loses_count_while_it_is_drained_is_found(monkeypatch: pytes
     monkeypatch.setattr(Mover, "_add", careless)
     with pytest.raises(SimulationFailedError, match="lost count"):
         simulate(11, seconds=25.0, kinds=("drain",))
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_keeps_what_was_purged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "purge", lambda self, namespace: 0)
+    with pytest.raises(SimulationFailedError, match=r"blocks that were purged|of its own blocks|of a prefix"):
+        simulate(11, seconds=15.0, kinds=("purge",))
 
 
 def _record(name: str, incarnation: int = 1) -> NodeRecord:

@@ -20,6 +20,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.timeout(600)
 def test_nothing_wrong_is_served_and_nothing_is_left_over_whatever_fails(seed: int) -> None:
     result = simulate(seed)
+    assert result.nodes >= 5
     assert result.virtual_seconds >= 60
     assert result.events >= 5_000
     assert sum(result.faults.values()) >= 20 and len(result.faults) >= 3

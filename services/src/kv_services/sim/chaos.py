@@ -47,6 +47,7 @@ KINDS: Final = (
     "slow disk",
     "directory lost",
     *operators.KINDS,
+    "purge",
 )
 CALM: Final = MemoryFaults(delay_ns=30_000, jitter_ns=200_000)
 _MS: Final = 1_000_000

@@ -124,6 +124,7 @@ def check_settled(nodes: Iterable[SimNode]) -> None:
     works = [node.work for node in nodes if node.work is not None]
     chains = {chain.hashes: None for work in works for chain in chains_in_memory(work)}
     chains |= {names: None for work in works for names in chains_below(work)}
+    names = {name: None for known in held.values() for name in known}
     for node in nodes:
         vector = _of_living(node.replica.manager.vector(), nodes)
         if vector != first:
@@ -133,6 +134,10 @@ def check_settled(nodes: Iterable[SimNode]) -> None:
             said = _said(node.base.index.lookup(hashes))
             if said != truth:
                 raise CheckError(node=node.name, what=f"says {said} of a prefix, the nodes hold {truth}")
+        for name in names:
+            where = {holder: known[name] for holder, known in held.items() if name in known}
+            if (said_where := node.base.index.tiers_of(name)) != where:
+                raise CheckError(node=node.name, what=f"says {said_where} of a block, it is in {where}")
 
 
 def _knows(node: SimNode, other: SimNode) -> bool:

@@ -1,10 +1,11 @@
 """What one simulated node holds: blocks in memory with their bytes, and blocks in its slower tiers by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kv_core.hashing import TOKEN_BYTES, BlockHash
+from kv_prefix.events import Tier
 from kv_services.node.process import NodeWork
 
 BLOCK_SIZE: Final = 4
@@ -53,14 +54,16 @@ def chains_in_memory(work: NodeWork) -> Iterator[HeldChain]:
     return (chain_to(last, blocks) for last in blocks if last not in inner)
 
 
-def names_held(work: NodeWork) -> dict[BlockHash, None]:
-    """Every block that can be had from the node, from whichever tier."""
-    names = dict[BlockHash, None]()
+def names_held(work: NodeWork) -> dict[BlockHash, tuple[Tier, ...]]:
+    """Every block that can be had from the node, and in which of its tiers it lies, fastest first."""
+    tiers: dict[BlockHash, tuple[Tier, ...]] = {}
     for run in work.ctx.pool.snapshot():
-        names.update(dict.fromkeys(run.block_hashes))
+        tiers.update(dict.fromkeys(run.block_hashes, (Tier.HOST,)))
     for tier in work.ctx.tiers.tiers:
-        names.update(dict.fromkeys(block.block_hash for block in tier.catalog.blocks()))
-    return names
+        for block in tier.catalog.blocks():
+            name = block.block_hash
+            tiers[name] = (*tiers.get(name, ()), tier.tier)
+    return tiers
 
 
 def copies_held(work: NodeWork) -> dict[tuple[object, ...], None]:
@@ -95,6 +98,6 @@ def chains_below(work: NodeWork) -> Iterator[tuple[BlockHash, ...]]:
                 yield tuple(reversed(chain))
 
 
-def depth(names: dict[BlockHash, None], hashes: Sequence[BlockHash]) -> int:
+def depth(names: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
     """How many of the first of `hashes` are among `names`."""
     return next((index for index, block_hash in enumerate(hashes) if block_hash not in names), len(hashes))

@@ -39,6 +39,7 @@ from kv_services.messages import Load
 from kv_services.node.process import Memory, NodeWork, assemble
 from kv_services.node.tier_setup import open_tiers
 from kv_services.process import Base, assemble_base, keep
+from kv_services.purge_file import PurgeFile
 from kv_services.replica.service import ReplicaService
 from kv_services.replica.stamper import wait_out
 from kv_services.sim.causality import CausalOracle
@@ -61,6 +62,7 @@ LAG_INTERVAL_NS: Final = 400_000_000
 """How often a node measures its loop's lag: in virtual time there is none but while a node stands still."""
 DAMAGED_STARTS: Final = 2
 """Starts that fail for a damaged life file before an operator removes it."""
+MODEL_ID: Final = "sim"
 MODEL: Final = StubModel(ModelGeometry("sim", 2, 1, 1, 4, Attention.MHA, max_tokens=1 << 12), max_context=1 << 12)
 _ROLES: Final = (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE, Role.GATEWAY, Role.STORE)
 _JOINER_ROLES: Final = (Role.PREFILL, Role.DECODE)
@@ -72,7 +74,7 @@ def cluster_of(num_nodes: int, folder: Path, joiner: int | None = None) -> Clust
     say that nothing happened, and more can happen instead."""
     text = [
         f'[cluster]\nname = "sim"\nstate_dir = "{folder}"',
-        f'[model]\nid = "sim"\nengine = "stub"\nkv_dtype = "fp16"\nblock_size = {BLOCK_SIZE}',
+        f'[model]\nid = "{MODEL_ID}"\nengine = "stub"\nkv_dtype = "fp16"\nblock_size = {BLOCK_SIZE}',
         "[bus]\nheartbeat_interval_ms = 400\nsuspect_after_ms = 1200\ndead_after_ms = 3000",
         f"[limits]\nrequest_timeout_s = {REQUEST_TIMEOUT_S}\nmax_batch = 4\nnode_queue = 16\nlease_ms = 2000",
         '[transport]\nbackend = "shm"',
@@ -254,7 +256,8 @@ class SimNode:
 
         def make_manager(node: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> WatchedManager:
             nonlocal manager
-            settings = replace(settings, digest_interval_ns=DIGEST_INTERVAL_NS)
+            purges = PurgeFile(self._config.state_path / "lives", node).load()
+            settings = replace(settings, digest_interval_ns=DIGEST_INTERVAL_NS, raises=purges)
             life = self._around.oracle.begin_life(node, forgot=self._forgot)
             manager = WatchedManager(node, incarnation, settings, self._around.oracle, life, self._changed)
             return manager

@@ -1,21 +1,29 @@
 """What operators do while a simulated cluster runs: start nodes that nobody's file names, drain nodes and let them
-serve again, drain nodes and stop them, change roles. They ask as `kvctl` does, and keep one node of each role at work.
+serve again, drain nodes and stop them, change roles, purge. They ask as `kvctl` does, and keep one node of each role at
+work.
 
 P1: when a node says that it is safe to stop, each of its blocks was found elsewhere, was moved or is listed as left.
+P2: nothing that a node held when it was told to purge can be found there a second later, in whichever tier.
 """
 
 import asyncio
+import contextlib
 from random import Random
 from typing import Final
 
+from kv_consistency.update import scope_id
+from kv_core.errors import KVError
 from kv_core.ids import Incarnation
 from kv_services.config import Role
 from kv_services.sim.checks import CheckError
-from kv_services.sim.node import SimNode
+from kv_services.sim.holdings import copies_held
+from kv_services.sim.node import MODEL_ID, SimNode
 
 KINDS: Final = ("join", "drain", "leave", "role change")
 PATIENCE_S: Final = 12.0
 """For how long an operator waits to be told that it is safe to stop."""
+PURGE_S: Final = 1.0
+"""By then a purge is carried out where it was asked for: nodes look at every tick of 250 ms."""
 _LOOK_S: Final = 0.2
 
 
@@ -40,6 +48,8 @@ class Operators:
         """Begin to do that somewhere; False where there is no node to do it to."""
         if kind == "join":
             return self._join()
+        if kind == "purge":
+            return self._begin_purge()
         fit = [node for node in self._nodes if self._may_go(node)]
         if not fit:
             return False
@@ -70,6 +80,32 @@ class Operators:
             self._random.choice(away).away = False
             self.counts["joined"] += 1
         return bool(away)
+
+    def _begin_purge(self) -> bool:
+        serving = [node for node in self._nodes if _serves(node) and node.name not in self._busy]
+        if serving:
+            node = self._random.choice(serving)
+            self._start(node, self._purge(node, node.incarnation))
+        return bool(serving)
+
+    async def _purge(self, node: SimNode, life: Incarnation) -> None:
+        held: dict[tuple[object, ...], None] = {}
+
+        async def act() -> None:
+            if _lives(node, life) and node.work is not None:
+                with contextlib.suppress(KVError):  # its replica is not ready, or its disk takes no clock bound
+                    node.replica.purge((scope_id("model", MODEL_ID),))
+                    held.update(copies_held(node.work))
+
+        stood_ns = node.stood_still_ns
+        await node.within(act())
+        await asyncio.sleep(PURGE_S)
+        if not _lives(node, life) or node.pauses or node.stood_still_ns > stood_ns or not node.serving:
+            return
+        assert node.work is not None
+        left = [copy for copy in copies_held(node.work) if copy in held]
+        if left:
+            self.refused.append(CheckError(node=node.name, what=f"still has {len(left)} blocks that were purged"))
 
     def _may_go(self, node: SimNode) -> bool:
         """Whether another node of its role serves, as far as whoever stands beside it can see."""

@@ -53,6 +53,7 @@ class SimResult:
     """How a run went.
 
     Attributes:
+        nodes: of the cluster's file; more may join.
         events: frames, units of KV, requests, reads and faults.
         faults: how often each kind happened.
         acts: nodes that joined, were drained to the end, and left.
@@ -64,6 +65,7 @@ class SimResult:
     """
 
     seed: int
+    nodes: int
     virtual_seconds: float
     events: int
     faults: dict[str, int]
@@ -200,6 +202,7 @@ class World:
     async def _check_always(self) -> None:
         holders = [node for node in self.nodes if node.role.holds_kv]
         full_s = CHECK_ALL_S
+        looked: dict[NodeId, object] = {}
         while True:
             await asyncio.sleep(CHECK_S)
             self._raise_refused()
@@ -210,7 +213,10 @@ class World:
                     node.base.cluster.view.check()
             for node in holders:
                 if node.serving:
-                    check_own_claims(node)
+                    # A purge takes until the node's next tick, which is before our next look, unless it stands still.
+                    now = (node.incarnation, node.pauses, node.stood_still_ns, node.replica.manager.raises())
+                    check_own_claims(node, purging=now != looked.get(node.name))
+                    looked[node.name] = now
                     if full_s <= 0:
                         self.blocks.all(node)
             if full_s <= 0:
@@ -268,6 +274,7 @@ class World:
         counted = (self.network.frames, sum(fates.values()), workload.requests, workload.reads, sum(faults.values()))
         return SimResult(
             seed=self.plan.seed,
+            nodes=self.plan.num_nodes,
             virtual_seconds=self.clock.monotonic_ns() / 1e9,
             events=sum(counted),
             faults=faults,
