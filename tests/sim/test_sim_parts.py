@@ -47,6 +47,26 @@ def test_a_node_that_stands_still_does_nothing_and_then_goes_on_in_order() -> No
     assert [line for line in seen if line[0] == "a"] == [("a", 0, 1), ("a", 1, 6), ("a", 2, 7), ("a", 3, 8)]
 
 
+def test_a_run_that_fails_while_a_node_stands_still_ends() -> None:
+    ended: list[str] = []
+
+    async def main(loop: SimLoop, clock: LoopClock) -> None:
+        async def wait() -> None:
+            try:
+                await asyncio.sleep(1_000)
+            finally:
+                ended.append("told")
+
+        asyncio.get_running_loop().create_task(wait(), context=context_of(A))
+        await asyncio.sleep(1)
+        loop.stop_node(A)
+        raise LookupError("the run")
+
+    with pytest.raises(LookupError, match="the run"):
+        run_simulated(main, 0)
+    assert ended == ["told"]
+
+
 def test_what_a_node_writes_after_its_crash_never_happened_and_a_full_disk_refuses() -> None:
     disk, clock = SimDisk(Random(1), Path("tier")), ManualClock(wall_ns=5_000_000_000)
     mount = disk.mount()

@@ -62,6 +62,11 @@ class SimLoop(VirtualTimeLoop):
             if not timer.cancelled():
                 self._arm(timer)
 
+    def continue_all(self) -> None:
+        """Let every node go on."""
+        for node in list(self._still):
+            self.continue_node(NodeId(node))
+
     def run_in_executor(  # type: ignore[override]  # asyncio's gives a future of any type; so does this one
         self, executor: object, func: Callable[[*_Ts], _T], *args: *_Ts
     ) -> "asyncio.Future[_T]":
@@ -101,7 +106,11 @@ def run_simulated(main: Callable[[SimLoop, LoopClock], Coroutine[None, None, _T]
     with asyncio.Runner(loop_factory=SimLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, SimLoop)
-        return runner.run(main(loop, LoopClock(loop, epoch_ns)))
+        try:
+            return runner.run(main(loop, LoopClock(loop, epoch_ns)))
+        finally:
+            # What is left is cancelled now and waited for, and who stands still would never hear of it.
+            loop.continue_all()
 
 
 def _complete(future: "asyncio.Future[_T]", func: Callable[[*_Ts], _T], args: tuple[*_Ts]) -> None:
