@@ -15,12 +15,9 @@ from typing import Final, Protocol, TypeVar
 from kv_bus.interface import Bus, Event, Reply, Request
 from kv_consistency.effects import (
     BroadcastUpdates,
-    ClaimsAdded,
     ClaimsChanged,
-    ClaimsRemoved,
     Effect,
     EndCause,
-    HolderDropped,
     PersistClockBound,
     ReportClock,
     ReportResync,
@@ -52,19 +49,19 @@ from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES, ReplicaMessage, UpdateBatch
 from kv_consistency.update import NamespaceRef, OwnerEpoch, Run, Tier, pack_hashes, pack_run, scope_id
 from kv_consistency.version_vector import CausalToken, Origin
-from kv_core.block_hashes import BlockHashes
 from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_core.wire import Message
 from kv_prefix import events as pool_events
-from kv_prefix.prefix_index import Holder, PrefixIndex
+from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import Role
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
 from kv_services.metrics import Metrics
+from kv_services.replica.index_feed import feed
 from kv_services.replica.outbox import UpdateOutbox
 from kv_services.tenants import tenant_scope
 
@@ -424,7 +421,7 @@ class ReplicaService:
                 self._send(peer, message)
             case ClaimsChanged(changes):
                 for change in changes:
-                    self._change_index(change)
+                    feed(self._index, change)
             case RequestEnded(request_id, epoch, cause):
                 if self._on_request_ended is not None:
                     self._on_request_ended(request_id, epoch, cause)
@@ -480,16 +477,6 @@ class ReplicaService:
         except KVError as error:
             # Loss is repaired by the next digest.
             _log.debug("replica message not sent peer=%s cause=%s", peer, error)
-
-    def _change_index(self, change: ClaimsAdded | ClaimsRemoved | HolderDropped) -> None:
-        holder = Holder(change.holder.node, change.holder.incarnation)
-        match change:
-            case ClaimsAdded(_, _, tier, _, hashes, checks):
-                self._index.stored(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, checks))
-            case ClaimsRemoved(_, _, tier, _, hashes):
-                self._index.removed(holder, pool_events.Tier(tier), BlockHashes.of_columns(hashes, [0] * len(hashes)))
-            case HolderDropped():
-                self._index.remove_holder(holder)
 
 
 class ReplicaOverError(KVError):
