@@ -1,6 +1,7 @@
 """The remote tier against a real S3 server and a folder: the same promises as on disk."""
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -176,6 +177,18 @@ def test_what_a_node_left_is_deleted_only_after_it_was_silent_for_long(place: tu
     other.discard("node-1", [item.place for item in placed[1:]])
     assert other.siblings() == [] and other.records_of("node-1") == []
     other.close()
+
+
+def test_after_a_night_without_anybody_the_first_to_come_gives_nobody_up(tmp_path: Path) -> None:
+    def opened(folder: str) -> RemoteStore:
+        return RemoteStore.open(f"file://{tmp_path}", folder, SHAPE, 8 * ROOM)[0]
+
+    opened("node-1").close()
+    store = opened("node-2")
+    night = time.time() - 36_000
+    os.utime(tmp_path / "node-1" / "alive", (night, night))
+    assert store.siblings() == [Sibling("node-1", abandoned=False)]
+    store.close()
 
 
 def test_blocks_of_another_shape_are_nobody_s_to_take(place: tuple[Open, Path]) -> None:

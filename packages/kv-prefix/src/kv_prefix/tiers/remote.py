@@ -54,7 +54,7 @@ class Sibling:
 
     Attributes:
         folder: the node's id.
-        abandoned: it was silent for so long that what it left is others' to delete.
+        abandoned: it was silent for so long, and we were there to see it, that what it left is others' to delete.
     """
 
     folder: str
@@ -77,6 +77,7 @@ class RemoteStore:
         self._live: set[int] = set()
         self._bound: dict[int, tuple[str, int]] = {}
         self._abandoned: set[str] = set()
+        self._since: datetime | None = None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="remote")
 
@@ -109,6 +110,7 @@ class RemoteStore:
         remote = cls(_connect(url.rstrip("/"), endpoint), url, folder, shape, num_places, abandoned_after_s)
         try:
             remote.say_alive()
+            remote._since = remote._age_mark(folder)
             return remote, remote._recover()
         except BaseException:
             remote.close()
@@ -175,9 +177,11 @@ class RemoteStore:
         found = []
         for folder in self._folders():
             if folder != self._folder and self._get(f"{folder}/{HEADER}") == self._header():
-                last = self._age_mark(folder)
-                age_s = (now - last).total_seconds() if now and last else float("inf")
-                found.append(Sibling(folder, age_s > self._abandoned_after_s))
+                # A cluster that was down comes back one node after the other: who was not looked for in vain for so
+                # long is not given up, whatever the age of what it left.
+                seen = [mark for mark in (self._age_mark(folder), self._since) if mark is not None]
+                silent_s = (now - max(seen)).total_seconds() if now and seen else 0.0
+                found.append(Sibling(folder, silent_s > self._abandoned_after_s))
         with self._lock:
             self._abandoned = {sibling.folder for sibling in found if sibling.abandoned}
         return found
