@@ -71,13 +71,13 @@ class SimLoop(VirtualTimeLoop):
         self, executor: object, func: Callable[[*_Ts], _T], *args: *_Ts
     ) -> "asyncio.Future[_T]":
         """Call `func` once a thread would have: the jobs of one executor one after the other, each after the time that
-        `work_takes_s` says of the node. No executor's thread is ever started."""
+        `work_takes_s` says of the node; those of one that was shut down meanwhile not at all. No thread is started."""
         node = _OWNER.get()
         thread = node if executor is None else executor
         begins = max(self.time(), self._free_at.get(thread, 0.0))
         ends = self._free_at[thread] = begins + self.work_takes_s(node)
         future: asyncio.Future[_T] = self.create_future()
-        self.call_at(ends, _complete, future, func, args)
+        self.call_at(ends, _complete, executor, future, func, args)
         return future
 
     def _enqueue(self, handle: asyncio.Handle) -> None:
@@ -113,8 +113,12 @@ def run_simulated(main: Callable[[SimLoop, LoopClock], Coroutine[None, None, _T]
             loop.continue_all()
 
 
-def _complete(future: "asyncio.Future[_T]", func: Callable[[*_Ts], _T], args: tuple[*_Ts]) -> None:
+def _complete(executor: object, future: "asyncio.Future[_T]", func: Callable[[*_Ts], _T], args: tuple[*_Ts]) -> None:
     if future.cancelled():
+        return
+    if getattr(executor, "_shutdown", False):
+        # What a pool has not done when it is shut down, it drops; nobody who closes one waits for it in vain.
+        future.cancel()
         return
     try:
         result = func(*args)

@@ -188,9 +188,16 @@ class SimNode:
         Raises:
             BaseException: a part failed for a reason that is no `KVError`: a bug.
         """
-        self._mount = self.disk.mount()
+        mount = self._mount = self.disk.mount()
         try:
-            self._begin(self._mount)
+            await self._live(mount)
+        finally:
+            # Of a process that is gone, whichever way, nothing holds its files or writes to them.
+            mount.crash()
+
+    async def _live(self, mount: Mount) -> None:
+        try:
+            self._begin(mount)
         except LifeFileError as error:
             self.failed_starts += 1
             if "damaged" in str(error):
@@ -204,7 +211,7 @@ class SimNode:
         supervisor = self._supervisor
         await wait_out(self.base.clock_floor_ns, self.clock)
         assert supervisor is not None
-        if self._mount.crashed:
+        if mount.crashed:
             return
         try:
             await supervisor.start()
