@@ -20,7 +20,10 @@ async def test_what_ends_after_the_close_was_cut_short_finds_no_way_to_the_slots
         async with asyncio.timeout(0.05):
             await node.tiers.close()
     node.arena.close()
+    told: list[object] = []
+    node.disk._on_events = lambda tier, events: told.append(events)
     node.medium.gate.set()
     while node.disk._jobs:  # noqa: ASYNC110  # a thread ends them, and tells nobody else
         await asyncio.sleep(0.01)
     assert not wrong and len(node.medium.places) == 4, "what was under way was written, and nothing more"
+    assert not told, "the bus is closed by now, and this life's claims are over"

@@ -119,9 +119,9 @@ class NodeTier:
             yield
 
     def announce(self) -> None:
-        """Say what changed in the catalog."""
+        """Say what changed in the catalog, while there is anybody to say it."""
         events = self.catalog.take_events()
-        if not events:
+        if not events or self._closing:
             return
         for event in events:
             if isinstance(event, TierRemoved):
@@ -273,7 +273,8 @@ class NodeTier:
         self._run(self._writer, write, ended)
 
     def _forget(self, places: Sequence[int]) -> None:
-        if not places:
+        # What a closed tier should have forgotten, a restart finds, and checks by CRC and by purge epoch.
+        if not places or self._closing:
             return
 
         def ended(forgetting: "asyncio.Future[None]") -> None:
