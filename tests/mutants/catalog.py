@@ -3,6 +3,7 @@
 from typing import Final
 
 from tests.mutants.catalog_blocks import POOL, TRANSFER
+from tests.mutants.catalog_prefix import PREFIX
 from tests.mutants.catalog_shards import SHARDS
 from tests.mutants.mutant import Mutant
 
@@ -360,4 +361,4 @@ FENCING: Final = (
     ),
 )
 
-MUTANTS: Final = (*CLOCK, *VECTORS, *LOG, *HOLDERS, *FENCING, *POOL, *TRANSFER, *SHARDS)
+MUTANTS: Final = (*CLOCK, *VECTORS, *LOG, *HOLDERS, *FENCING, *POOL, *PREFIX, *TRANSFER, *SHARDS)

@@ -7,12 +7,13 @@ import pytest
 from tests.mutants.__main__ import judge, judge_all, main
 from tests.mutants.catalog import CLOCK, FENCING, HOLDERS, LOG, MUTANTS, VECTORS
 from tests.mutants.catalog_blocks import POOL, TRANSFER
+from tests.mutants.catalog_prefix import PREFIX
 from tests.mutants.catalog_shards import SHARDS
 from tests.mutants.mutant import Mutant, StaleMutantError, patched, source_of
 
 
 def test_every_part_has_its_faults_under_names_of_their_own() -> None:
-    assert all((CLOCK, VECTORS, LOG, HOLDERS, FENCING, POOL, TRANSFER, SHARDS))
+    assert all((CLOCK, VECTORS, LOG, HOLDERS, FENCING, POOL, PREFIX, TRANSFER, SHARDS))
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 15
 
 

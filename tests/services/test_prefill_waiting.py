@@ -251,6 +251,27 @@ def test_a_silent_owner_costs_the_announced_time_and_a_request_waits_once() -> N
     assert b.waits == {} and b.outcomes == [WaitOutcome.TIMED_OUT] and b.compute is not None
 
 
+def test_whoever_waited_does_not_wait_again_whatever_is_proposed() -> None:
+    def always(hashes: Sequence[BlockHash], found: int, now_ns: int) -> Wait:
+        return Wait("x", len(hashes), now_ns + 10, now_ns + 100, 5)
+
+    for end in (AwaitedEnded("x"), PrefillTimePassed(100)):
+        m = PrefillMachine(
+            NodeId("p"),
+            BlockPool(16, BLOCK, region=RegionId(1)),
+            block_size=BLOCK,
+            num_slots=16,
+            max_waiting=9,
+            plan_pull=lambda hashes, have: None,
+            plan_wait=always,
+        )
+        m.step(ask("r"))
+        assert m.num_waiting == 1 and m.awaits("x")
+        started = [effect for effect in m.step(end) if isinstance(effect, StartPrefill)]
+        assert len(started) == 1 and not m.awaits("x")
+        m.check()
+
+
 def test_who_waits_can_be_ended_and_is_refused_by_a_draining_node() -> None:
     for event in (PrefillEndAsked(RequestId("second"), 1, "gone"), PrefillDrainBegan()):
         w = begun()

@@ -110,12 +110,12 @@ def run_steps(m: DecodeMachine, effects: list[object], stop_at: int = 60) -> lis
 def test_a_request_that_grows_over_its_tenant_s_share_takes_its_own_tenant_s_slots_and_no_other_s() -> None:
     m = decode(make_pool(quota=5, num_slots=16))
     effects: list[object] = []
-    for tenant, name in (("a", "1"), ("b", "22"), ("a", "333")):
+    for tenant, name in (("a", "1"), ("a", "22"), ("b", "333")):
         effects += reserve(m, tenant, name, 7, max_tokens=5)
         effects += m.step(Computed(RequestId(name), 1))
     done = run_steps(m, effects)
     preempted = {e.request_id for e in done if isinstance(e, NotePreempted)}
-    assert preempted == {"333"}, "the younger of the two of its own tenant"
+    assert preempted == {"22"}, "the younger of the two of its own tenant, not the youngest of all"
     finished = {e.request_id for e in done if isinstance(e, SendTokens) and e.finish}
     assert finished == {"1", "22", "333"} and not [e for e in done if isinstance(e, GiveUp)]
     m.check()
