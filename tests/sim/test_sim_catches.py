@@ -3,16 +3,18 @@
 import pytest
 
 from kv_bus.interface import Reply, Request
+from kv_consistency.effects import ClaimsAdded, ClaimsRemoved, HolderDropped
 from kv_consistency.hlc import HybridLogicalClock, Timestamp
 from kv_consistency.replica import Replica
 from kv_consistency.update import OwnerEpoch
 from kv_core.ids import RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.pins import Receipt
+from kv_prefix.prefix_index import PrefixIndex
 from kv_services.gateway.actor import ClusterCompleter
 from kv_services.gateway.request_actor import RequestActor
 from kv_services.messages import Ack, TokenBatch
-from kv_services.replica.service import ReplicaService
+from kv_services.replica.index_feed import feed
 from kv_services.sim.chaos import KINDS
 from kv_services.sim.world import SimulationFailedError, simulate
 from kv_transport.backends.memory import MemoryLink
@@ -60,13 +62,11 @@ def test_a_reader_that_takes_torn_bytes_for_good(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.timeout(300)
 def test_an_index_that_misses_removals(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = ReplicaService._change_index
+    def forgetful(index: PrefixIndex, change: ClaimsAdded | ClaimsRemoved | HolderDropped) -> None:
+        if not isinstance(change, ClaimsRemoved):
+            feed(index, change)
 
-    def forgetful(self: ReplicaService, effect: object) -> None:
-        if type(effect).__name__ != "ClaimsRemoved":
-            change(self, effect)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ReplicaService, "_change_index", forgetful)
+    monkeypatch.setattr("kv_services.replica.service.feed", forgetful)
     assert "CheckError" in _caught(1, 20.0)
 
 
