@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from kv_core.block import BlockGeometry
 from kv_core.ids import RequestId
 from kv_transport import kernels, limits
 from kv_transport.errors import ChecksumMismatch, ConnectionLost
 from tests.transport.helpers_proxy import flip_at, proxied
-from tests.transport.helpers_transport import LARGE, Node, eventually, introduce, pair
+from tests.transport.helpers_transport import LARGE, SMALL, Node, eventually, introduce, pair
 
 REQUEST = RequestId("request-1")
 COUNT = 4
@@ -21,13 +22,13 @@ def damage_copies(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """A memory bus that loses a bit in `times` copies; the list holds how often it has not happened yet."""
     whole, left = kernels.copy_cells, [times]
 
-    def copy(to: memoryview, source: memoryview, cells: kernels.CellTable, previous: int = 0) -> list[int]:
+    def copy(to: memoryview, source: memoryview, cells: kernels.CellTable) -> list[int]:
         if not left[0]:
-            return whole(to, source, cells, previous)
+            return whole(to, source, cells)
         left[0] -= 1
         lost = memoryview(bytearray(source))
         lost[int(cells[0, 1])] ^= 1
-        return whole(to, lost, cells, previous)
+        return whole(to, lost, cells)
 
     monkeypatch.setattr(kernels, "copy_cells", copy)
     return left
@@ -115,6 +116,26 @@ async def test_bytes_that_never_pass_fail_both_sides_and_are_never_shown(
         failures = (sender if scheme == "shm" else receiver).agent.stats().checksum_failures
         assert failures == 1 + limits.CHECKSUM_RETRIES_MAX
         assert all(receiver.arena.block_checks(ref.slot) == [0] * LARGE.num_layers for ref in target)
+        await eventually(lambda: not sender.agent.inventory().work and not receiver.agent.inventory().work)
+
+
+@pytest.mark.parametrize("geometry", [SMALL, LARGE], ids=["on the loop", "in a worker"])
+async def test_a_byte_that_changed_since_it_was_sealed_is_refused_over_shm(
+    tmp_path: Path, geometry: BlockGeometry
+) -> None:
+    """The source is not summed again: what arrived is compared with what was recorded when it was sealed."""
+    async with pair("shm", tmp_path, geometry=geometry, slots=8) as (sender, receiver):
+        source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
+        sender.arena.cell(source[1].slot, 0)[7] ^= 1
+        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=COUNT * geometry.block_size)
+        inbound = receiver.engine.expect(REQUEST, grant)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        handover.submit(0, source)
+        with pytest.raises(ChecksumMismatch):
+            await inbound.done()
+        await inbound.released()
+        assert sender.agent.stats().checksum_failures == 1 + limits.CHECKSUM_RETRIES_MAX
+        assert all(receiver.arena.block_checks(ref.slot) == [0] * geometry.num_layers for ref in target)
         await eventually(lambda: not sender.agent.inventory().work and not receiver.agent.inventory().work)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.checksum import crc64
-from kv_transport import kernels, limits
+from kv_transport import kernels
 from kv_transport.copying import CopyStopped, copy_unsealed
 from kv_transport.descriptors import Cells
 from kv_transport.regions import SharedBuffer
@@ -44,15 +44,6 @@ def test_a_cell_outside_is_not_summed(cell: tuple[int, int]) -> None:
     for sum_cells in (kernels.sum_cells, kernels.plain_sum_cells):
         with pytest.raises(IndexError):
             sum_cells(memoryview(CONTENT), np.array([(0, 4), cell], np.int64))
-
-
-def test_pieces_of_a_copy_hold_every_cell_once_and_long_cells_alone() -> None:
-    rng = random.Random("pieces")
-    sizes = [rng.choice((1, 1_000, 300_000, limits.COPY_PIECE_BYTES, 3 * limits.COPY_PIECE_BYTES)) for _ in range(60)]
-    column = np.array(sizes, np.int64)
-    pieces = [piece.tolist() for piece in Cells(column * 2, column * 3, column).pieces(into_local=True)]
-    assert [cell for piece in pieces for cell in piece] == [[2 * size, 3 * size, size] for size in sizes]
-    assert all(len(piece) == 1 or sum(cell[2] for cell in piece) <= limits.COPY_PIECE_BYTES for piece in pieces)
 
 
 @pytest.mark.parametrize("into_local", [False, True])

@@ -74,6 +74,22 @@ async def test_over_a_standing_link_a_transfer_is_posted_before_anybody_waits(
                 assert bytes(two.data_view) == bytes([turn + 1]) * 4096
 
 
+async def test_what_is_given_up_while_it_is_announced_is_told(transport: TransportName, tmp_path: Path) -> None:
+    """Over a standing link the grant is asked for before anybody waits; who takes that back must say so."""
+    async with pair(transport, tmp_path) as (sender, receiver):
+        await sender.agent.send_notif(NodeId("decode"), b"a link")
+        (link,) = sender.agent.peer(NodeId("decode")).links
+        grant = receiver.engine.grant_writes(REQUEST, receiver.blocks(BLOCKS), seq_start=0, seq_end=TOKENS)
+        inbound = receiver.engine.expect(REQUEST, grant, timeout_ms=60_000)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        await handover.cancel()
+        with pytest.raises(TransferCancelled):
+            await asyncio.wait_for(inbound.done(), 20)
+        await asyncio.wait_for(inbound.released(), 20)
+        assert not link._open
+        await eventually(lambda: not sender.agent.inventory().work and not receiver.agent.inventory().work)
+
+
 async def test_two_clusters_of_the_same_names_live_on_one_host(transport: TransportName, tmp_path: Path) -> None:
     async with pair(transport, tmp_path / "a") as first, pair(transport, tmp_path / "b") as second:
 

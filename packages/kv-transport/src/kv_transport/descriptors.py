@@ -39,7 +39,7 @@ class Cells:
         self.nbytes: Final = int(sizes.sum())
         self._runs: list[int] = []
         self._sizes: list[int] = []
-        self._tables: dict[bool, list[IntArray]] = {}
+        self._tables: dict[bool, IntArray] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -56,16 +56,12 @@ class Cells:
             self._sizes = self.sizes.tolist()
         return self._sizes
 
-    def pieces(self, *, into_local: bool) -> list[IntArray]:
-        """What a copy needs, made once: tables `(n, 3)` of destination, source and length, each of the cells that make
-        up at most `COPY_PIECE_BYTES`; a longer cell is a piece of its own.
-        """
+    def table(self, *, into_local: bool) -> IntArray:
+        """What a copy needs, made once: `(n, 3)` of destination, source and length."""
         found = self._tables.get(into_local)
         if found is None:
             to, of = (self.local, self.remote) if into_local else (self.remote, self.local)
-            table = np.stack((to, of, self.sizes), axis=1).astype(np.int64, copy=False)
-            found = [table[start:end] for start, end in _groups(self.size_list())]
-            self._tables[into_local] = found
+            found = self._tables[into_local] = np.stack((to, of, self.sizes), axis=1).astype(np.int64, copy=False)
         return found
 
     def part(self, start: int, end: int) -> "Cells":
@@ -86,19 +82,6 @@ class Cells:
                 self.local[first].tolist(), self.remote[first].tolist(), nbytes.tolist(), strict=True
             )
         ]
-
-
-def _groups(sizes: list[int]) -> list[tuple[int, int]]:
-    groups = []
-    begin = filled = 0
-    for index, size in enumerate(sizes):
-        if filled and filled + size > limits.COPY_PIECE_BYTES:
-            groups.append((begin, index))
-            begin, filled = index, 0
-        filled += size
-    if sizes:
-        groups.append((begin, len(sizes)))
-    return groups
 
 
 def merge_offsets(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

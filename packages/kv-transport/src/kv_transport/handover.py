@@ -8,6 +8,7 @@ import numpy as np
 from kv_core.block import BlockRef
 from kv_core.dtypes import DType
 from kv_core.errors import KVError, LocalProtocolError
+from kv_core.ids import RegionId
 from kv_core.namespace import Fidelity
 from kv_transport import casting, limits
 from kv_transport.arena import Arena
@@ -181,10 +182,15 @@ def local_arena(regions: RegionTable, blocks: Sequence[BlockRef]) -> Arena:
         InvalidDescriptor: they are in several, or outside it.
         StaleGeneration: one names an earlier use of its slot.
     """
-    if not blocks or any(ref.region != blocks[0].region for ref in blocks):
+    region = blocks[0].region if blocks else RegionId(0)
+    if not blocks or any(ref.region != region for ref in blocks):
         raise InvalidDescriptor(what="blocks", value=len(blocks), reason="need blocks of one region")
-    arena = regions.arena(blocks[0].region)
-    for ref in blocks:
+    arena = regions.arena(region)
+    slots = [ref.slot for ref in blocks]
+    inside = 0 <= min(slots) and max(slots) < arena.num_slots
+    if inside and arena.generations[slots].tolist() == [ref.generation for ref in blocks]:
+        return arena
+    for ref in blocks:  # which one it is
         found = arena.generation(ref.slot)
         if found != ref.generation:
             raise StaleGeneration(region=ref.region, slot=ref.slot, found=found, expected=ref.generation)
@@ -246,11 +252,12 @@ def ticket_units(
     cell_nbytes = ticket.form.geometry().slot_layer_nbytes
     cells_max = max(1, min(unit_bytes // cell_nbytes, limits.CELLS_PER_UNIT_MAX))
     cast = arena.geometry.dtype.value != ticket.form.dtype
+    cells = None if cast else ticket_cells(ticket, arena, slots, layer, start, start + len(slots))
     units: list[Unit] = []
     for begin in range(0, len(slots), cells_max):
         end = min(begin + cells_max, len(slots))
         mine = slots[begin:end]
-        if cast:
+        if cells is None:
             staging = Staging((end - begin) * cell_nbytes)
             units.append(
                 CastUnit(
@@ -275,7 +282,7 @@ def ticket_units(
                 priority=priority,
                 region=ticket.region,
                 local=arena,
-                cells=ticket_cells(ticket, arena, mine, layer, start + begin, start + end),
+                cells=cells.part(begin, end),
                 ticket=ticket,
                 layer=layer,
                 start=start + begin,

@@ -41,19 +41,16 @@ _PIECE: Final = 256 * 1024
 _E4M3_NAN: Final = 0x7F
 
 
-def copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:
+def copy_cells(to: memoryview, source: memoryview, cells: CellTable) -> list[int]:
     """Copy cells and take the CRC-64 of each from the destination, a few KiB behind the copy, while it is in the cache.
-
-    `previous` continues the checksum of the first cell, whose beginning was copied before.
 
     Raises:
         IndexError: a cell lies outside; nothing was copied.
         ValueError: not an `(n, 3)` table.
     """
     if _kernels is None:
-        return plain_copy_cells(to, source, cells, previous)
+        return plain_copy_cells(to, source, cells)
     checks = bytearray(8 * len(cells))
-    checks[:8] = previous.to_bytes(8, "little")[: len(checks)]
     _kernels.copy_cells(to, source, cells, checks)
     return memoryview(checks).cast("Q").tolist()
 
@@ -74,7 +71,7 @@ def copy_unsealed_cells(to: memoryview, source: memoryview, cells: CellTable) ->
     return memoryview(checks).cast("Q").tolist(), memoryview(read).cast("Q").tolist()
 
 
-def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable, previous: int = 0) -> list[int]:
+def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable) -> list[int]:
     """The same without compiled code."""
     if cells.ndim != 2 or cells.shape[1] != 3:
         raise ValueError(f"a table of {cells.shape}")
@@ -85,7 +82,7 @@ def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable, previ
     into, of = np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8)
     checks = []
     for target, origin, nbytes in table:
-        check, previous = previous, 0
+        check = 0
         for begin in range(0, nbytes, _PIECE):
             size = min(_PIECE, nbytes - begin)
             np.copyto(into[target + begin : target + begin + size], of[origin + begin : origin + begin + size])

@@ -14,7 +14,7 @@ WINDOW_SIZE: Final = 8
 """Units in flight per peer."""
 
 COPY_PIECE_BYTES: Final = 1 * MIB
-"""Bytes copied before their checksum is taken: still in the second-level cache, and few enough calls."""
+"""Bytes copied at a time: the most of plain memory that one checksum is for."""
 
 INLINE_COPY_BYTES_MAX: Final = 64 * KIB
 """A copy that is cheaper on the loop (about 10 us) than handed to a thread."""

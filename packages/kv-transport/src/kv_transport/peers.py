@@ -28,6 +28,7 @@ from kv_transport.errors import (
     TransferTimeout,
 )
 from kv_transport.flow import Flow
+from kv_transport.frames import FromOwner
 from kv_transport.recovery import FallbackToTcp, RetryWithBackoff, TransferTask, diagnose_transfer_failure
 from kv_transport.scheduler import Scheduler
 from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
@@ -117,13 +118,17 @@ class Peer:
             on_release=on_release,
         )
         self._flows[id(flow)] = flow
-        link = self._standing_link(flow.ticket)
-        if link is not None:
+        link = self._standing_link(ticket)
+        if link is None:
+            self._around.spawn(self._bring_up(flow, None))
+        elif isinstance(ticket, WriteGrant):
+            # Asked at once: the answer comes while the caller says what there is to send.
+            answer = link.ask_open(ticket.ticket, policy.fidelity)
+            self._around.spawn(self._bring_up(flow, None, (link, answer)))
+        else:
             if link.encodes:
                 self._around.codec_rates.begin_trial()
             flow.linked(link, None)
-        else:
-            self._around.spawn(self._bring_up(flow, None))
         return flow
 
     def post_direct(
@@ -300,9 +305,7 @@ class Peer:
                 flow.stop(GrantRefused(ticket=ticket, reason="its owner has revoked it"))
 
     def _standing_link(self, ticket: WriteGrant | ReadGrant | None) -> Link | None:
-        """The link that a new transfer can use as it is: of the transport we prefer, with nothing to announce."""
-        if isinstance(ticket, WriteGrant):
-            return None
+        """The link that a new transfer can use as it is: of the transport we prefer."""
         scheme = self._preferred
         link = self._links.get(scheme)
         barred = ticket is not None and bool(ticket.transports) and scheme not in ticket.transports
@@ -324,40 +327,54 @@ class Peer:
             tried.append(f"{scheme}: {reason}")
         raise NoTransport(peer=str(self.name), tried="; ".join(tried) or "none configured")
 
-    async def _bring_up(self, flow: Flow, former: Link | None) -> None:
-        """Find a link for a flow, or tell it why there is none."""
+    async def _bring_up(
+        self, flow: Flow, former: Link | None, asked: tuple[Link, asyncio.Future[FromOwner]] | None = None
+    ) -> None:
+        """Find a link for a flow, or tell it why there is none. `asked`: one that was asked for its grant already."""
         if former is not None:
             # No unit may be on its way by two links at once.
             await former.close()
-        while not flow.over:
-            scheme, reasons = self._candidate(flow)
+        while asked is not None or not flow.over:
+            scheme, reasons = self._candidate(flow) if asked is None else (asked[0].scheme, [])
             if scheme is None:
                 flow.stop(self._no_link(flow, reasons))
                 return
+            link, answer = asked or (None, None)
+            asked = None
             try:
-                link = await self._link(scheme)
+                link = link or await self._link(scheme)
                 if link.encodes:
                     self._around.codec_rates.begin_trial()
-                verified = await self._announce(flow, link)
+                verified = await self._announce(flow, link, answer)
             except (ConnectionLost, TransferTimeout, NoTransport, QuarantineFull) as error:
                 self._note_failure(flow, scheme, error, established=False)
             except KVError as error:
                 # The peer itself says no: another transport would not change its mind.
                 flow.stop(error)
             else:
-                if link.lost is None and not flow.over:
+                if link.lost is not None:
+                    continue
+                if not flow.over:
                     flow.linked(link, verified)
-                    return
+                elif isinstance(flow.ticket, WriteGrant):
+                    # Given up while the owner was asked, which thinks that we are at it.
+                    link.close_grant(flow.ticket.ticket, flow.error)
+                return
 
-    async def _announce(self, flow: Flow, link: Link) -> list[int] | None:
+    async def _announce(
+        self, flow: Flow, link: Link, answer: asyncio.Future[FromOwner] | None = None
+    ) -> list[int] | None:
         if not isinstance(flow.ticket, WriteGrant):
             return None
-        for _ in range(_BUSY_RETRIES):
+        ticket, tries = flow.ticket.ticket, 0
+        while True:
             try:
-                return await link.open_grant(flow.ticket.ticket, flow.policy.fidelity)
+                return await link.opened(ticket, answer or link.ask_open(ticket, flow.policy.fidelity))
             except GrantBusy:
+                answer, tries = None, tries + 1
+                if tries > _BUSY_RETRIES:
+                    raise
                 await asyncio.sleep(_BUSY_PAUSE_S)
-        return await link.open_grant(flow.ticket.ticket, flow.policy.fidelity)
 
     def _candidate(self, flow: Flow) -> tuple[str | None, list[str]]:
         """The best transport for a flow, or None and what is wrong with each."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -70,7 +71,8 @@ class Unit:
         unsealed = self.slots[table[self.slots] == 0]
         if len(unsealed):
             self.arena.seal(self.layer, unsealed.tolist())
-        return [int(check) for check in table[self.slots]]
+        found: list[int] = table[self.slots].tolist()
+        return found
 
     def take_checks(self) -> list[int]:
         """`source_checks`, or a sum taken now over memory that keeps none."""
@@ -132,6 +134,7 @@ NonceSource = Callable[[], int]
 """Draws the nonce of the next attempt; grows by one."""
 
 
+@lru_cache(maxsize=256)
 def remote_shape(form: KVForm, num_slots: int) -> ArenaLayout:
     """The shape of a peer's arena. Raises `KVError` for numbers that cannot be."""
     return ArenaLayout(geometry=form.geometry(), num_slots=num_slots, layout=Layout(form.layout))

@@ -130,15 +130,19 @@ class Link(abc.ABC):
         self._arm()
         self._begin(self._seq, unit)
 
-    async def open_grant(self, ticket: int, fidelity: Fidelity = EXACT) -> list[int]:
-        """Announce that we write under a grant, and what; the bits that are verified already, per layer.
+    def ask_open(self, ticket: int, fidelity: Fidelity = EXACT) -> asyncio.Future[FromOwner]:
+        """Announce that we write under a grant, and what; `opened` takes the answer. Raises what ended the link."""
+        attempt = self._nonces()
+        return self._question(lambda seq: Open(seq, ticket, attempt, str(fidelity)))[1]
+
+    async def opened(self, ticket: int, answer: asyncio.Future[FromOwner]) -> list[int]:
+        """Until the owner has answered `ask_open`: the bits that are verified already, per layer.
 
         Raises:
             GrantRefused and others: the owner's reason.
             ConnectionLost: the link broke meanwhile.
         """
-        attempt = self._nonces()
-        reply = await self._ask(lambda seq: Open(seq, ticket, attempt, str(fidelity)))
+        reply = await answer
         if not isinstance(reply, Opened):
             raise FrameRefused(peer=str(self.peer), reason=f"{type(reply).__name__} in answer to Open")
         self._open.add(ticket)
@@ -251,7 +255,8 @@ class Link(abc.ABC):
         if asked is not None and not asked.done():
             asked.set_result(frame)
 
-    async def _ask(self, question: Callable[[int], Frame]) -> FromOwner:
+    def _question(self, question: Callable[[int], Frame]) -> tuple[int, asyncio.Future[FromOwner]]:
+        """Send a frame that the owner answers, at once."""
         if self.lost is not None:
             raise self.lost
         self._seq += 1
@@ -262,6 +267,10 @@ class Link(abc.ABC):
         self._asked[seq] = answer
         self._arm()
         self._send(question(seq))
+        return seq, answer
+
+    async def _ask(self, question: Callable[[int], Frame]) -> FromOwner:
+        seq, answer = self._question(question)
         try:
             return await answer
         finally:

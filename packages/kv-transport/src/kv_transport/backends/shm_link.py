@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -54,6 +55,7 @@ class ShmLink(Link):
         self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
         self._descriptors: dict[int, int] = {}
         self._mapping_now = 0
+        self._jobs_lock = threading.Lock()
         self._jobs = 0
         self._busy: dict[int, int] = {}
 
@@ -118,14 +120,25 @@ class ShmLink(Link):
             if error is not None or unit.op is XferOp.READ:
                 self._settle(seq, error)
             return
-        self._jobs += 1
-        self._busy[ticket] = self._busy.get(ticket, 0) + 1
+        with self._jobs_lock:
+            self._jobs += 1
+            self._busy[ticket] = self._busy.get(ticket, 0) + 1
         self._workers.submit(partial(self._work, seq, unit, memory, ticket, self._nonces()))
 
     def _work(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> None:
-        """Runs in a worker. Always ends in `_moved`."""
+        """Runs in a worker. The loop is woken only for what it must do something about: not for a unit that was
+        placed, which the peer's answer settles.
+        """
         error = self._move(seq, unit, memory, ticket, nonce)
-        self._around.poster.post(partial(self._moved, seq, unit, ticket, error))
+        with self._jobs_lock:
+            self._jobs -= 1
+            self._busy[ticket] -= 1
+            if not self._busy[ticket]:
+                del self._busy[ticket]
+            # Whoever ends the link or fences the ticket after this finds that the job is over.
+            awaited = self.lost is not None or ticket in self._fences
+        if awaited or error is not None or unit.op is XferOp.READ:
+            self._around.poster.post(partial(self._moved, seq, unit, error))
 
     def _move(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> KVError | None:
         """Move the bytes; the error that came of it."""
@@ -192,22 +205,20 @@ class ShmLink(Link):
             self._around.ledger.count_checksum_failure()
             raise ChecksumMismatch(peer=str(self.peer), transport="shm", bad=bad, total=len(checks), layer=unit.layer)
 
-    def _moved(self, seq: int, unit: Unit, ticket: int, error: KVError | None) -> None:
-        self._jobs -= 1
-        self._busy[ticket] -= 1
-        if not self._busy[ticket]:
-            del self._busy[ticket]
+    def _moved(self, seq: int, unit: Unit, error: KVError | None) -> None:
         if self.lost is not None:
             self._rest_if_idle()
         elif error is not None or unit.op is XferOp.READ:
             self._settle(seq, error)
         else:
-            self._confirm_fences()  # the acknowledgement settles it
+            self._confirm_fences()
 
     def _ticket_busy(self, ticket: int) -> bool:
         """One that waits for a mapping counts: it may get it, and begin, before it hears of a fence."""
         waiting = (unit.ticket for units in self._waiting.values() for _, unit in units)
-        return ticket in self._busy or any(grant is not None and grant.ticket == ticket for grant in waiting)
+        with self._jobs_lock:
+            busy = ticket in self._busy
+        return busy or any(grant is not None and grant.ticket == ticket for grant in waiting)
 
     # The socket.
 
@@ -242,7 +253,9 @@ class ShmLink(Link):
 
     def _rest_if_idle(self) -> None:
         """Goodbye comes after the last copy: to the owner it is the proof that we write no more."""
-        if self._jobs or self._ended.is_set() or self.lost is None:
+        with self._jobs_lock:
+            jobs = self._jobs
+        if jobs or self._ended.is_set() or self.lost is None:
             return
         self._socket.send(encode(Bye()))
         self._socket.close()
