@@ -1,7 +1,6 @@
 """Checksums over many cells at once, and copies out of memory that keeps none."""
 
 import random
-import socket
 
 import numpy as np
 import pytest
@@ -64,55 +63,6 @@ def test_unsealed_memory_is_summed_on_both_sides_of_the_copy(into_local: bool) -
             assert arrived[index] == crc64(destination.data_view[to : to + 5_000])
         with pytest.raises(CopyStopped):
             copy_unsealed(destination, source, cells, into_local=into_local, stopped=lambda: True)
-
-
-@needs_compiled
-@given(
-    sizes=st.lists(st.one_of(st.integers(0, 300), st.integers(1_000, 40_000)), min_size=1, max_size=90).filter(sum),
-    cuts=st.lists(st.integers(1, 30_000), max_size=6),
-)
-def test_received_cells_hold_and_sum_what_was_sent(sizes: list[int], cuts: list[int]) -> None:
-    """However the bytes come in pieces, and with more cells than one call takes."""
-    content = random.Random(str(sizes)).randbytes(sum(sizes))
-    cells = [memoryview(bytearray(size)) for size in sizes]
-    checks, state = np.zeros(len(sizes), np.uint64), np.zeros(2, np.int64)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            kernels.receive_cells(ours.fileno(), cells, checks, state)
-        sent = got = 0
-        for cut in [*cuts, len(content)]:
-            piece = content[sent : min(sent + cut, sent + 100_000)]
-            theirs.sendall(piece)
-            sent += len(piece)
-            while got < sent:
-                got += kernels.receive_cells(ours.fileno(), cells, checks, state)
-        while got < len(content):
-            piece = content[sent : sent + 100_000]
-            theirs.sendall(piece)
-            sent += len(piece)
-            while got < sent:
-                got += kernels.receive_cells(ours.fileno(), cells, checks, state)
-    assert b"".join(cells) == content
-    assert checks.tolist() == [crc64(cell) for cell in cells]
-
-
-@needs_compiled
-def test_receiving_tells_the_end_of_the_stream_and_refuses_full_cells() -> None:
-    cells, checks, state = [memoryview(bytearray(4))], np.zeros(1, np.uint64), np.zeros(2, np.int64)
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            theirs.sendall(b"abcd")
-            assert kernels.receive_cells(ours.fileno(), cells, checks, state) == 4
-            assert state.tolist() == [1, 0]
-            with pytest.raises(IndexError):
-                kernels.receive_cells(ours.fileno(), cells, checks, state)
-        state[:] = 0
-        assert kernels.receive_cells(ours.fileno(), cells, checks, state) == 0
-    with pytest.raises(ValueError, match="state"):
-        kernels.receive_cells(0, cells, checks, np.zeros(1, np.int64))
 
 
 @given(

@@ -9,11 +9,8 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
-#include <errno.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
@@ -505,86 +502,6 @@ from_only:
     return result;
 }
 
-/* What one system call may bring: it is summed while it is in the second-level cache. */
-#define RECEIVE_PIECE 262144
-#define RECEIVE_CELLS 64
-
-/* receive_cells(fd, cells, checks, state): receive into cells from where `state` (index, bytes of it that are there)
- * says, and continue the sum of each, until nothing more has arrived, or 64 cells are full. Gives how many bytes, 0 at
- * the end of the stream, or -errno. The socket does not block. */
-static PyObject *py_receive_cells(PyObject *self, PyObject *args)
-{
-    int fd;
-    PyObject *cells, *checks_object, *state_object, *result = NULL;
-    Py_buffer checks, state, views[RECEIVE_CELLS];
-    Py_ssize_t held = 0;
-    if (!PyArg_ParseTuple(args, "iOOO", &fd, &cells, &checks_object, &state_object))
-        return NULL;
-    Py_ssize_t count = PyList_Size(cells);
-    if (count < 0 || get(checks_object, &checks, PyBUF_WRITABLE, "checks", count * 8) < 0)
-        return NULL;
-    if (get(state_object, &state, PyBUF_WRITABLE, "state", 16) < 0)
-        goto checks_only;
-    int64_t *at = state.buf;
-    if (at[0] < 0 || at[0] >= count) {
-        PyErr_SetString(PyExc_IndexError, "every cell is full");
-        goto all;
-    }
-    Py_ssize_t first = (Py_ssize_t)at[0], index = 0, filled = (Py_ssize_t)at[1];
-    for (; held < RECEIVE_CELLS && first + held < count; held++)
-        if (get(PyList_GetItem(cells, first + held), &views[held], PyBUF_WRITABLE, "cell", -1) < 0)
-            goto all;
-    if (filled < 0 || filled > views[0].len) {
-        PyErr_SetString(PyExc_IndexError, "more than the cell holds");
-        goto all;
-    }
-    uint64_t *check = (uint64_t *)checks.buf + first;
-    long long total = 0, ended = 0;
-    Py_BEGIN_ALLOW_THREADS
-    while (index < held) {
-        struct iovec parts[RECEIVE_CELLS];
-        struct msghdr message = {.msg_iov = parts};
-        size_t room = RECEIVE_PIECE;
-        Py_ssize_t skip = filled;
-        for (Py_ssize_t i = index; i < held && room; i++, skip = 0) {
-            size_t want = (size_t)(views[i].len - skip);
-            want = want < room ? want : room;
-            parts[message.msg_iovlen++] = (struct iovec){(char *)views[i].buf + skip, want};
-            room -= want;
-        }
-        ssize_t came = recvmsg(fd, &message, MSG_DONTWAIT);
-        if (came <= 0) {
-            if (came < 0 && errno == EINTR)
-                continue;
-            ended = came ? -errno : 0;
-            break;
-        }
-        total += came;
-        while (index < held && (came || filled == views[index].len)) {
-            Py_ssize_t taken = views[index].len - filled;
-            taken = taken < came ? taken : came;
-            check[index] = ~sum((uint8_t *)views[index].buf + filled, (size_t)taken, ~check[index]);
-            came -= taken;
-            filled += taken;
-            if (filled == views[index].len) {
-                index++;
-                filled = 0;
-            }
-        }
-    }
-    Py_END_ALLOW_THREADS
-    at[0] = first + index;
-    at[1] = filled;
-    result = PyLong_FromLongLong(total ? total : ended);
-all:
-    while (held)
-        PyBuffer_Release(&views[--held]);
-    PyBuffer_Release(&state);
-checks_only:
-    PyBuffer_Release(&checks);
-    return result;
-}
-
 /* FP8. One (plane, head) is a matrix of `rows` tokens by `columns` channels, of bf16. */
 
 static inline float as_float(uint32_t bits)
@@ -876,7 +793,6 @@ static PyObject *py_set_features(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"copy_cells", py_copy_cells, METH_VARARGS, NULL},
     {"sum_cells", py_sum_cells, METH_VARARGS, NULL},
-    {"receive_cells", py_receive_cells, METH_VARARGS, NULL},
     {"combine", py_combine, METH_VARARGS, NULL},
     {"quantise_bf16", py_quantise, METH_VARARGS, NULL},
     {"dequantise_bf16", py_dequantise, METH_VARARGS, NULL},

@@ -9,7 +9,6 @@ With whole powers of two (E8M0 of the OCP MX formats) every scale would round th
 four ways of rounding a channel, and the one of least squared error is taken: a third less error for the same bytes.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -112,28 +111,6 @@ def plain_sum_cells(source: memoryview, cells: NDArray[np.int64]) -> list[int]:
         if min(offset, nbytes) < 0 or offset + nbytes > len(source):
             raise IndexError(f"cell {index} lies outside its memory")
     return [crc64(source[offset : offset + nbytes]) for offset, nbytes in table]
-
-
-def receive_cells(fd: int, cells: list[memoryview], checks: NDArray[np.uint64], state: NDArray[np.int64]) -> int:
-    """Receive from a socket straight into cells and sum what came, until nothing more is there or 64 cells are full.
-
-    Only where `COMPILED`: without, `recvmsg_into` and `crc64` do the same call by call.
-
-    Args:
-        checks: per cell, the CRC-64 of what has arrived; continued.
-        state: index of the cell at hand, bytes of it that are there; continued.
-
-    Returns:
-        How many bytes came; 0 at the end of the stream.
-
-    Raises:
-        OSError: as `recvmsg_into` does; `BlockingIOError` when nothing is there.
-    """
-    assert _kernels is not None, "asked for without a compiled module"
-    came = _kernels.receive_cells(fd, cells, checks, state)
-    if came < 0:
-        raise OSError(-came, os.strerror(-came))
-    return came
 
 
 def combine(checks: Sequence[int], sizes: Sequence[int]) -> int:
