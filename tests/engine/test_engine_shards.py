@@ -1,9 +1,12 @@
 """Sequences in pieces against one node: the same tokens, logits within 1e-3, the same bits where layers are whole."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kv_core.dtypes import DType
 from kv_core.ids import NodeId, RequestId
@@ -71,6 +74,27 @@ def test_a_sequence_that_no_node_holds_has_the_tokens_and_logits_of_one_node(
             assert np.array_equal(got, want)
 
 
+@settings(max_examples=25)
+@given(data=st.data(), num_prompt=st.integers(2, 60), tokens_max=st.integers(1, 60))
+def test_any_cut_into_layers_and_tokens_gives_the_logits_of_one_node(
+    tiny: LlamaModel, data: st.DataObject, num_prompt: int, tokens_max: int
+) -> None:
+    """Each span of tokens has a cut of the layers of its own, as no plan makes them."""
+    layers, tokens = tiny.info.geometry.num_layers, PROMPT[: num_prompt + 3]
+    size = SequenceSize(layers, len(tokens), BLOCK)
+    blocks = data.draw(st.sets(st.integers(1, max(size.num_blocks - 1, 1)), max_size=3))
+    spans = sorted({0, len(tokens), *(block * BLOCK for block in blocks if block * BLOCK < len(tokens))})
+    pieces: list[Placement] = []
+    for start, end in itertools.pairwise(spans):
+        inner = data.draw(st.sets(st.integers(1, layers - 1)))
+        for first, last in itertools.pairwise(sorted({0, layers, *inner})):
+            pieces.append(Placement(first, last, start, end, NodeId(f"n{len(pieces)}")))
+    shards = InProcessShards(tiny, pieces, size, DType.FP32)
+    expected = one_node(tiny, tokens, num_prompt, DType.FP32, BLOCK)
+    for want, got in zip(expected, shards.logits(tokens, num_prompt, tokens_max), strict=True):
+        assert np.abs(got - want).max() < 1e-3
+
+
 @pytest.mark.parametrize("tokens_max", [1, 7, 24, 480])
 @pytest.mark.parametrize("mode", [ShardMode.LAYER, ShardMode.SEQUENCE])
 def test_how_a_prefill_is_cut_into_passes_does_not_show(tiny: LlamaModel, mode: ShardMode, tokens_max: int) -> None:
@@ -103,7 +127,7 @@ def test_a_pass_is_refused_before_a_byte_is_written(tiny: LlamaModel) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("mode", [ShardMode.LAYER, ShardMode.SEQUENCE, ShardMode.HYBRID])
+@pytest.mark.parametrize("mode", [ShardMode.LAYER, ShardMode.SEQUENCE])
 def test_the_real_model_gives_its_tokens_from_pieces(mode: ShardMode) -> None:
     model = LlamaModel(open_weights())
     prompt = [int(token) for token in np.random.default_rng(1).integers(100, 40_000, 90)]
@@ -111,7 +135,7 @@ def test_the_real_model_gives_its_tokens_from_pieces(mode: ShardMode) -> None:
     answer = greedy(model, arena(model, 64, BLOCK), prompt, scattered(30), 4)
     tokens = [*prompt, *answer[:-1]]
     expected = one_node(model, tokens, len(prompt), DType.FP32, BLOCK)
-    pieces = cut(mode, layers, len(tokens), dict.fromkeys(NODES, 8 if mode is ShardMode.HYBRID else 14))
+    pieces = cut(mode, layers, len(tokens), dict.fromkeys(NODES, 14))
     size = SequenceSize(layers, len(tokens), BLOCK)
     shards = InProcessShards(model, pieces, size, DType.FP32)
     for want, got, token in zip(expected, shards.logits(tokens, len(prompt), 48), answer, strict=True):
