@@ -100,7 +100,8 @@ class Operators:
         stood_ns = node.stood_still_ns
         await node.within(act())
         await asyncio.sleep(PURGE_S)
-        if not _lives(node, life) or node.pauses or node.stood_still_ns > stood_ns or not node.serving:
+        stood = node.pauses or node.stood_still_ns > stood_ns
+        if not _lives(node, life) or stood or node.ending or not node.serving:
             return
         assert node.work is not None
         left = [copy for copy in copies_held(node.work) if copy in held]

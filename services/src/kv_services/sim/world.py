@@ -213,9 +213,10 @@ class World:
                     node.base.cluster.view.check()
             for node in holders:
                 if node.serving:
-                    # A purge takes until the node's next tick, which is before our next look, unless it stands still.
+                    # A purge takes until the node's next tick, which is before our next look, unless it stands still or
+                    # is about to end.
                     now = (node.incarnation, node.pauses, node.stood_still_ns, node.replica.manager.raises())
-                    check_own_claims(node, purging=now != looked.get(node.name))
+                    check_own_claims(node, purging=node.ending or now != looked.get(node.name))
                     looked[node.name] = now
                     if full_s <= 0:
                         self.blocks.all(node)
