@@ -24,10 +24,9 @@ from kv_core.ids import NodeId
 from kv_core.namespace import EXACT, Fidelity
 from kv_transport import limits
 from kv_transport.arena import Arena
-from kv_transport.codecs import Codec, encoded_cell_nbytes, wire_codec
+from kv_transport.codecs import Codec, encoded_cell_nbytes
 from kv_transport.errors import (
     ChecksumMismatch,
-    FrameRefused,
     GrantBusy,
     GrantRefused,
     QuarantineFull,
@@ -38,12 +37,12 @@ from kv_transport.lease_table import LeaseTable
 from kv_transport.ledger_items import GrantEntry, Landing, Session
 from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
-from kv_transport.regions import MemoryRegion, RegionTable, SharedBuffer
+from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import ReplayWindow
-from kv_transport.ticket_checks import require_generations, unpack_checks, unpack_runs
+from kv_transport.ticket_checks import check_plain_unit, codec_of, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
-from kv_transport.unit_header import check_header, combined, plain_header, ticket_header
+from kv_transport.unit_header import check_header, combined, ticket_header
 
 
 class Ledger:
@@ -256,7 +255,7 @@ class Ledger:
                 self._window(session.peer).use(nonce)
                 if head.ticket:
                     return self._admit_granted(session, head, checksum)
-            region, codec, offsets, sizes, expected = self._check_plain(session, head, checksum)
+            region, codec, offsets, sizes, expected = check_plain_unit(self._regions, session, head, checksum)
         except KVError:
             self.refusals += 1
             raise
@@ -276,7 +275,7 @@ class Ledger:
         try:
             with self._lock:
                 self._window(session.peer).use(nonce)
-            self._check_plain(session, head, checksum)
+            check_plain_unit(self._regions, session, head, checksum)
         except KVError:
             self.refusals += 1
             raise
@@ -288,7 +287,7 @@ class Ledger:
             raise GrantRefused(ticket=head.ticket, reason="it is not open on this connection")
         grant = entry.grant
         require_generations(entry.arena, grant, head.start, head.end)
-        codec = _codec_of(session, head)
+        codec = codec_of(session, head)
         if codec is not Codec.NONE and codec.value not in grant.codecs:
             raise GrantRefused(ticket=grant.ticket, reason=f"{codec.value} is not one of the codecs {grant.codecs}")
         sizes = [entry.arena.shape.cell_nbytes] * (head.end - head.start)
@@ -306,32 +305,6 @@ class Ledger:
         entry.landing += 1
         offsets = entry.arena.shape.offsets(entry.slots[head.start : head.end], head.layer).tolist()
         return Landing(session, head, entry, entry.arena, grant.region, offsets, sizes, expected, fresh, codec)
-
-    def _check_plain(
-        self, session: Session, head: UnitHead, checksum: int
-    ) -> tuple[MemoryRegion, Codec, list[int], list[int], list[int]]:
-        """A unit for an open region: the region, how it is written; offset, size and CRC-64 of each cell (none where
-        they follow the bytes).
-        """
-        region = self._regions.get(head.region)
-        if region.access is not Access.WRITE:
-            raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
-        codec = _codec_of(session, head)
-        if codec is not Codec.NONE and not codec.lossless:
-            raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")
-        offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
-        follow = not (head.checks or session.one_sided or codec is not Codec.NONE)
-        expected = [] if follow else unpack_checks(head.checks, len(sizes), session.peer)
-        check_header(
-            head.header,
-            checksum,
-            plain_header(len(sizes)),
-            combined(expected, sizes),
-            peer=session.peer,
-            transport=session.scheme,
-            cells=len(sizes),
-        )
-        return region, codec, offsets, sizes, expected
 
     def land(
         self,
@@ -482,16 +455,6 @@ class Ledger:
     def is_quarantined(self, ticket: int) -> bool:
         with self._lock:
             return ticket in self._quarantined
-
-
-def _codec_of(session: Session, head: UnitHead) -> Codec:
-    """How a unit is written. Raises `FrameRefused` for a codec that is none, or that its transport does not use."""
-    if not head.codec:
-        return Codec.NONE
-    codec = wire_codec(head.codec, str(session.peer))
-    if codec is not Codec.NONE and session.one_sided:
-        raise FrameRefused(peer=str(session.peer), reason=f"{codec.value} over {session.scheme}, which does not encode")
-    return codec
 
 
 def new_ticket() -> int:

@@ -6,11 +6,14 @@ from operator import add
 from kv_core.ids import RegionId
 from kv_transport import limits
 from kv_transport.arena import ArenaView
+from kv_transport.codecs import Codec, wire_codec
 from kv_transport.errors import FrameRefused, GrantRefused, StaleGeneration
 from kv_transport.frames import UnitHead
-from kv_transport.regions import XferDesc, check_piece
+from kv_transport.ledger_items import Session
+from kv_transport.regions import MemoryRegion, RegionTable, XferDesc, check_piece
 from kv_transport.tickets import ReadGrant, WriteGrant
-from kv_transport.types import PeerName
+from kv_transport.types import Access, PeerName
+from kv_transport.unit_header import check_header, combined, plain_header
 
 
 def require_generations(
@@ -56,3 +59,46 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     if sum(sizes) > limits.UNIT_BYTES_MAX:
         raise FrameRefused(peer=str(peer), reason=f"a unit of {sum(sizes)} bytes")
     return offsets, sizes
+
+
+def codec_of(session: Session, head: UnitHead) -> Codec:
+    """How a unit is written. Raises `FrameRefused` for a codec that is none, or that its transport does not use."""
+    if not head.codec:
+        return Codec.NONE
+    codec = wire_codec(head.codec, str(session.peer))
+    if codec is not Codec.NONE and session.one_sided:
+        raise FrameRefused(peer=str(session.peer), reason=f"{codec.value} over {session.scheme}, which does not encode")
+    return codec
+
+
+def check_plain_unit(
+    regions: RegionTable, session: Session, head: UnitHead, checksum: int
+) -> tuple[MemoryRegion, Codec, list[int], list[int], list[int]]:
+    """A unit for an open region: the region, how it is written; offset, size and CRC-64 of each cell (none where they
+    follow the bytes).
+
+    Args:
+        checksum: what the header says.
+
+    Raises:
+        UnknownRegion, GrantRefused, FrameRefused, InvalidDescriptor, ChecksumMismatch.
+    """
+    region = regions.get(head.region)
+    if region.access is not Access.WRITE:
+        raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
+    codec = codec_of(session, head)
+    if codec is not Codec.NONE and not codec.lossless:
+        raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")
+    offsets, sizes = unpack_runs(head, region.nbytes, session.peer)
+    follow = not (head.checks or session.one_sided or codec is not Codec.NONE)
+    expected = [] if follow else unpack_checks(head.checks, len(sizes), session.peer)
+    check_header(
+        head.header,
+        checksum,
+        plain_header(len(sizes)),
+        combined(expected, sizes),
+        peer=session.peer,
+        transport=session.scheme,
+        cells=len(sizes),
+    )
+    return region, codec, offsets, sizes, expected
