@@ -158,9 +158,10 @@ def _pipelined(blocks: EngineBlocks, layer_s: float) -> float:
 
     async def prefill() -> int:
         handover = blocks.engine.open_handover(RequestId(grant.request_id), grant)
-        first = 0
+        first, begun = 0, time.perf_counter()
         for layer in range(NUM_LAYERS):
-            await asyncio.sleep(COMPUTE_SHARE * layer_s)
+            # Until a point in time, not for a span: a loop wakes up to a millisecond late, which would add up.
+            await asyncio.sleep(begun + (layer + 1) * COMPUTE_SHARE * layer_s - time.perf_counter())
             first = first or time.monotonic_ns()
             handover.submit(layer, refs)
         await handover.finish()
