@@ -205,12 +205,12 @@ def read_stamps(raw: bytes) -> tuple[int, int]:
     """
     if len(raw) != HEADER_NBYTES:
         raise CorruptHeaderError(reason=f"{len(raw)} bytes, need {HEADER_NBYTES}")
-    if raw[:4] != _MAGIC:
-        raise CorruptHeaderError(reason=f"magic {raw[:4]!r}")
-    found, (crc,) = crc64(raw[: _BODY.size]), _CRC.unpack_from(raw, _BODY.size)
+    magic, nonce, checksum, crc = _ENDS.unpack(raw)
+    if magic != _MAGIC:
+        raise CorruptHeaderError(reason=f"magic {magic!r}")
+    found = crc64(raw[: _BODY.size])
     if found != crc:
         raise CorruptHeaderError(reason=f"its CRC is {found:#018x}, it says {crc:#018x}")
-    nonce, checksum = _STAMPS.unpack_from(raw, _STAMPS_AT)
     return nonce, checksum
 
 
@@ -219,6 +219,8 @@ _STAMPS: Final = struct.Struct("<QQ")
 _STAMPS_AT: Final = 32
 _STAMPS_END: Final = _STAMPS_AT + _STAMPS.size
 _NO_STAMPS: Final = bytes(_STAMPS.size)
+_ENDS: Final = struct.Struct("<4s28xQQ72xQ")
+"""Magic, the stamps and the CRC."""
 
 
 @lru_cache(maxsize=4096)

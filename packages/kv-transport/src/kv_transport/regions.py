@@ -163,8 +163,8 @@ class RegionTable:
     def __init__(self, node: NodeId) -> None:
         self._node = node
         self._lock = threading.Lock()
-        self._regions: dict[RegionId, MemoryRegion] = {}
-        self._uses: dict[RegionId, int] = {}
+        self._regions: dict[int, MemoryRegion] = {}
+        self._uses: dict[int, int] = {}
         self._next = 1
 
     def add(self, memory: Arena | SharedBuffer, access: Access) -> MemoryRegion:
@@ -195,8 +195,7 @@ class RegionTable:
 
     def get(self, region: int) -> MemoryRegion:
         """Raises `UnknownRegion`."""
-        with self._lock:
-            found = self._regions.get(RegionId(region))
+        found = self._regions.get(region)  # one step of the interpreter: no lock
         if found is None or found.memory.closed:
             raise UnknownRegion(region=region, node=self._node)
         return found
@@ -211,14 +210,14 @@ class RegionTable:
     def use(self, region: int) -> None:
         """Hold a region in place until `unuse`. Raises `UnknownRegion`."""
         with self._lock:
-            found = self._regions.get(RegionId(region))
+            found = self._regions.get(region)
             if found is None or found.memory.closed:
                 raise UnknownRegion(region=region, node=self._node)
-            self._uses[RegionId(region)] += 1
+            self._uses[region] += 1
 
     def unuse(self, region: int) -> None:
         with self._lock:
-            self._uses[RegionId(region)] -= 1
+            self._uses[region] -= 1
 
     def all(self) -> list[MemoryRegion]:
         with self._lock:

@@ -52,6 +52,8 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     runs = head.runs
     if not runs or len(runs) % 2 or len(runs) > 2 * limits.CELLS_PER_UNIT_MAX:
         raise FrameRefused(peer=str(peer), reason=f"{len(runs)} numbers of runs")
+    if len(runs) == 2 and 0 <= runs[0] <= nbytes - runs[1] and 1 <= runs[1] <= limits.UNIT_BYTES_MAX:
+        return runs[:1], runs[1:]
     offsets, sizes = runs[0::2], runs[1::2]
     if min(sizes) < 1 or min(offsets) < 0 or max(map(add, offsets, sizes)) > nbytes:
         for offset, size in zip(offsets, sizes, strict=True):  # which one it is
