@@ -48,6 +48,9 @@ _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 3.0
 _TRANSPORTS: Final = "^posix,sysv,cma"
 """Everything but UCX's own shared memory, where a put to a process that has died can end this one."""
+_TCP_OPTIONS: Final = {"TCP_CM_REUSEADDR": "y", "TCP_CONN_NB": "y"}
+"""A restart may use its port again; and connecting does not block. With libucx 1.21's default a peer that goes away
+while an endpoint connects can end this process: the connection is destroyed with a request still queued on it."""
 OpenBinding = Callable[[dict[str, str]], UcxBinding]
 
 
@@ -141,7 +144,7 @@ class UcxBackend(Backend):
     async def _open(self) -> None:
         quiet_environment()
         loop = self._around.loop
-        options = {"NET_DEVICES": network_devices(self._host), "TLS": _TRANSPORTS, "TCP_CM_REUSEADDR": "y"}
+        options = {"NET_DEVICES": network_devices(self._host), "TLS": _TRANSPORTS, **_TCP_OPTIONS}
         engine = UcxEngine(f"kv-ucx-{self._around.me.node}", partial(self._bindings, options))
         opened: asyncio.Future[None] = loop.create_future()
         poster = self._around.poster

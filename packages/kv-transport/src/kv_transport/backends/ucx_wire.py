@@ -103,6 +103,8 @@ class UcxConnection:
         self._keys: list[int] = []
         self._closing: Callable[[], None] | None = None
         self._endpoint_open = False
+        self._used = self._settled = False
+        self._hurried = False
         self._ended = False
 
     # On the loop.
@@ -180,10 +182,17 @@ class UcxConnection:
         self.hurry()
 
     def hurry(self) -> None:
-        """Close whatever is under way. Idempotent."""
+        """Close whatever is under way. Idempotent.
+
+        Not before the first operation on the endpoint is over, well or badly: an endpoint that is closed by force while
+        it still connects leaves libucx 1.21 with a cancellation on a connection that may fail next. One that is still
+        connecting when the worker ends is left to the worker, which takes its endpoints down in an order of its own.
+        """
         if self._closing is None:
             return
-        if self._endpoint_open:
+        self._hurried = True
+        connecting = self._used and not self._settled and not self._ended
+        if self._endpoint_open and not connecting:
             self._endpoint_open = False
             try:
                 self._watch([self.engine.ucp.close_endpoint(self._endpoint)], lambda error: None)
@@ -243,15 +252,22 @@ class UcxConnection:
         error: str | None = None,
     ) -> None:
         self._under_way += 1
+        self._used = True
         self.engine.watch(requests, partial(self._over, done), keep, error)
 
     def _over(self, done: Callable[[str | None], None], error: str | None) -> None:
         self._under_way -= 1
+        self._settled = True
         done(error)
-        self._finish_if_idle()
+        if self._hurried:
+            self.hurry()
+        else:
+            self._finish_if_idle()
 
     def _failed(self, status: int) -> None:
         self._end(self.engine.ucp.text(status))
+        if self._hurried:
+            self.engine.call(self.hurry)  # UCX is calling us: later
 
     def _end(self, cause: str) -> None:
         if not self._ended:
