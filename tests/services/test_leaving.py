@@ -20,8 +20,8 @@ from kv_services.node.decode_events import DrainBegan, DrainEnded, GiveUp, Refus
 from kv_services.node.move_plan import Forest, choose_target, share_of
 from kv_services.node.prefill_events import PrefillDrainBegan, PrefillDrainEnded, ReplyFailed, StartPrefill
 from kv_services.side_http import SideHttp
+from tests.services import helpers_prefill as prefill
 from tests.services import test_decode_state as decode
-from tests.services import test_prefill_state as prefill
 from tests.services import test_routing_state as routing
 
 A, B, C, D = (NodeId(name) for name in "abcd")

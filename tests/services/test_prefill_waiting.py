@@ -36,7 +36,7 @@ from kv_services.node.prefill_events import (
 )
 from kv_services.node.prefill_job import JobState
 from kv_services.node.prefill_state import PrefillMachine
-from tests.services.test_prefill_state import BLOCK, OOPS, STATS, Tokens, ask
+from tests.services.helpers_prefill import BLOCK, OOPS, STATS, Tokens, ask
 
 BLOCK_NS = 10
 SLACK_NS = 30
@@ -104,7 +104,7 @@ class One:
                     self.asked.discard(effect.request_id)
                     self.waits.pop(effect.request_id, None)
                 case _:
-                    pass  # memory and hand-overs: `test_prefill_state`
+                    pass  # memory and hand-overs: `test_prefill_model`
         self.m.check()
 
 

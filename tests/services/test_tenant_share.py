@@ -21,7 +21,7 @@ from kv_services.node.decode_events import (
 from kv_services.node.decode_state import DecodeMachine
 from kv_services.node.prefill_events import PrefillAsked, ReplyFailed, StartPrefill
 from kv_services.node.prefill_state import PrefillMachine
-from tests.services.test_prefill_state import of as prefill_of
+from tests.services.helpers_prefill import of as prefill_of
 
 BLOCK = 4
 SPACES = {name: Namespace("m", "w", salt=name, block_size=BLOCK) for name in ("a", "b")}

@@ -178,6 +178,7 @@ def fills_block(item: StepItem, block_size: int) -> bool:
 def sample_token(
     logits: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", sampling: Sampling, position: int
 ) -> OutputToken:
+    """Choose the token at `position` from logits `(vocab_size,)`."""
     params = EngineSampling(sampling.temperature, sampling.top_p, sampling.seed, sampling.top_logprobs)
     chosen = sample(logits, params, position)
     return OutputToken(chosen.token, chosen.logprob, tuple(chosen.top_logprobs.items()))
