@@ -163,7 +163,7 @@ async def test_a_drained_nodes_prefixes_are_found_at_the_node_that_took_them() -
 
 
 async def test_a_drain_leaves_nothing_unread_that_lies_in_slower_tiers(tmp_path: Path) -> None:
-    """Row 72: the disk's blocks move or stay in the object store, where the node that is left takes them over."""
+    """The disk's blocks move or stay in the object store, where the node that is left takes them over."""
     tiers = TiersSection(
         disk=DiskTierSection(size="64 MiB", path=str(tmp_path / "tier")),
         remote=RemoteTierSection(size="64 MiB", url=f"file://{tmp_path}/shared"),

@@ -99,7 +99,7 @@ def test_a_hash_cut_to_eight_bits_never_gives_another_prompt_s_bytes() -> None: 
     assert collisions > 50, "the hash was weak enough to matter"
 
 
-def test_a_dropped_head_or_middle_ends_the_match_there_in_tier_and_index() -> None:  # rows 59, 60, 88
+def test_a_dropped_head_or_middle_ends_the_match_there_in_tier_and_index() -> None:
     names = hash_tokens(BASE, TOKENS)
     for gone, expected in ((0, 0), (2, 2)):
         catalog = tier_with(BASE, TOKENS)
@@ -150,7 +150,7 @@ def test_when_everything_is_pinned_a_put_fails_at_once_and_works_after_unpinning
     pool.check()
 
 
-def test_leases_that_nobody_reads_leave_nothing_pinned() -> None:  # rows 48, 49
+def test_leases_that_nobody_reads_leave_nothing_pinned() -> None:
     pool = BlockPool(8, SIZE, region=RegionId(1))
     for round_ in range(300):
         tokens = [round_ * 100 + i for i in range(4 * SIZE)]

@@ -62,7 +62,7 @@ async def test_what_was_spilled_comes_back_as_it_was_and_the_index_knows_the_tie
 async def test_a_thousand_blocks_come_back_from_a_real_disk_as_they_were_through_a_full_pool(
     node: Node, tmp_path: Path
 ) -> None:
-    """Rows 55 and 56: every block was evicted, and every one is compared."""
+    """Every block was evicted, and every one is compared."""
     shape = DiskShape(GEOMETRY.slot_layer_nbytes, GEOMETRY.num_layers, 4, "test")
     node.tiers.tiers.clear()
     await node.disk.close()
