@@ -82,6 +82,7 @@ async def measure(report: harness.Report, seconds: float, asked: Sequence[Questi
     limits = LimitsSection(request_timeout_s=120.0, gateway_queue=256, node_queue=256, max_batch=64)
     direct_ms = in_one_process(asked[:50])
     alone = Tally()
+    between = grown = 0.0
     async with running(prefill=2, decode=2, slots=SLOTS, limits=limits) as fabric:
         await stream_for(fabric, asked, 8, min(2.0, seconds))
         for streams in STREAMS:
