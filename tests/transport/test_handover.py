@@ -18,7 +18,8 @@ from kv_transport.errors import (
     TransferCancelled,
     TransferTimeout,
 )
-from tests.transport.helpers_transport import LARGE, NO_RESERVE, SMALL, pair
+from kv_transport.inbound import Inbound
+from tests.transport.helpers_transport import LARGE, NO_RESERVE, SMALL, eventually, pair
 
 REQUEST = RequestId("request-1")
 
@@ -176,6 +177,32 @@ async def test_a_receiver_that_gives_up_tells_the_sender(transport: TransportNam
                 handover.submit(layer, source)
             await handover.finish(10_000)
         assert sender.agent.inventory().work == receiver.agent.inventory().work == ()
+
+
+async def test_what_is_given_up_between_its_last_unit_and_the_news_of_it_is_free_at_once(
+    transport: TransportName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grant is complete by then, so no fence comes: the slots must not wait for one."""
+    news: list[int] = []
+    tell = Inbound.layer_done
+    monkeypatch.setattr(Inbound, "layer_done", lambda inbound, layer: news.append(layer))
+    async with pair(transport, tmp_path) as (sender, receiver):
+        source, target = sender.filled(4, seed=5), receiver.blocks(4)
+        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=4 * SMALL.block_size)
+        inbound = receiver.engine.expect(REQUEST, grant)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        for layer in range(SMALL.num_layers):
+            handover.submit(layer, source)
+        await handover.finish(10_000)
+        await eventually(lambda: len(news) == SMALL.num_layers)
+        inbound.cancel()
+        with pytest.raises(TransferCancelled):
+            await inbound.done()
+        assert inbound.slots_free
+        for layer in news:
+            tell(inbound, layer)  # late, and of no consequence
+        assert inbound.error is not None
+        assert receiver.agent.inventory().work == ()
 
 
 async def test_a_sender_that_gives_up_tells_the_receiver(transport: TransportName, tmp_path: Path) -> None:

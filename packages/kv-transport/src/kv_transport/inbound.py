@@ -217,7 +217,9 @@ class Inbound:
                 self._fail(error)
             case st.Fence():
                 self._arm("fence", self._config.fence_timeout_ms, partial(self._step, st.FenceTimedOut()))
-                self._ledger.revoke(self.entry.grant.ticket)
+                if not self._ledger.revoke(self.entry.grant.ticket):
+                    # It was given up in the moment between its last unit and the news of it.
+                    self._step(st.Fenced())
             case st.Quarantine():
                 grant = self.entry.grant
                 _log.warning(

@@ -91,17 +91,25 @@ class Ledger:
             raise GrantRefused(ticket=ticket, reason="no such grant is open")
         return entry
 
-    def revoke(self, ticket: int) -> None:
-        """End a grant that is not complete: nothing more lands. `fenced` is called when nothing more can."""
+    def revoke(self, ticket: int) -> bool:
+        """End a grant that is not complete: nothing more lands. `fenced` is called when nothing more can.
+
+        Returns:
+            Whether there was something to end. If not, the grant is complete, though its listener may not have been
+            told yet: nobody can write, and `fenced` is not called.
+        """
         with self._lock:
             entry = self._grants.get(ticket)
-            if entry is None or entry.revoked:
-                return
+            if entry is None:
+                return False
+            if entry.revoked:
+                return True
             entry.revoked = True
             session = entry.session if entry.one_sided_writer else None
         if session is not None:
             session.send_fence(ticket)
         self._clear_if_possible(entry)
+        return True
 
     def quarantine(self, ticket: int) -> None:
         """List a revoked grant's slots as unusable."""
