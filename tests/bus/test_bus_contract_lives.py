@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kv_bus.endpoint import Endpoint
 from kv_bus.errors import (
     BusClosed,
     ClosedWithOpenRequests,
@@ -120,18 +121,24 @@ def test_a_call_meant_for_a_past_life_is_refused_and_not_handled(run: Run) -> No
     run(scenario)
 
 
+async def unanswered(world: World, a: Endpoint, b: Endpoint) -> "asyncio.Future[Message]":
+    """A call from `a` that has reached its handler at `b`, which does not answer."""
+    arrived: list[Request[Slow]] = []
+
+    def on_slow(request: Request[Slow]) -> Deferred:
+        arrived.append(request)
+        return DEFERRED
+
+    b.handle(Slow, on_slow)
+    call = asyncio.ensure_future(a.request(B, Slow(), timeout_ns=3000 * S))
+    await world.until(lambda: len(arrived) == 1)
+    return call
+
+
 def test_a_peer_that_dies_with_a_call_open_fails_it_at_once(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = await world.node(A), await world.node(B)
-        arrived: list[Request[Slow]] = []
-
-        def on_slow(request: Request[Slow]) -> Deferred:
-            arrived.append(request)
-            return DEFERRED
-
-        b.handle(Slow, on_slow)
-        call = asyncio.ensure_future(a.request(B, Slow(), timeout_ns=3000 * S))
-        await world.until(lambda: len(arrived) == 1)
+        call = await unanswered(world, a, b)
         b._carrier.stop_receiving()
         await b._carrier.close()  # as a killed process: without the answers that `close` of the bus gives
         with pytest.raises(ConnectionLost, match="broke while Slow was unanswered"):
@@ -143,15 +150,7 @@ def test_a_peer_that_dies_with_a_call_open_fails_it_at_once(run: Run) -> None:
 def test_a_closing_peer_answers_what_is_open_with_an_error(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = await world.node(A), await world.node(B)
-        arrived: list[Request[Slow]] = []
-
-        def on_slow(request: Request[Slow]) -> Deferred:
-            arrived.append(request)
-            return DEFERRED
-
-        b.handle(Slow, on_slow)
-        call = asyncio.ensure_future(a.request(B, Slow(), timeout_ns=3000 * S))
-        await world.until(lambda: len(arrived) == 1)
+        call = await unanswered(world, a, b)
         await b.close()
         with pytest.raises(ClosedWithOpenRequests):
             await call

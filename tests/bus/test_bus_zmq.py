@@ -14,9 +14,7 @@ import zmq
 from kv_bus.control import CONTROL, HelloReply
 from kv_bus.errors import BindFailed
 from kv_bus.interface import Request
-from kv_bus.keys import (
-    generate_key_pair,
-)
+from kv_bus.keys import generate_key_pair
 from kv_bus.limits import PUMP_TURN_MESSAGES
 from kv_bus.ports import ephemeral_range
 from kv_bus.zmq_bus.monitor import ConnectionEvent
