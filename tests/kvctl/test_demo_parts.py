@@ -13,12 +13,13 @@ from rich.console import Console
 
 from kv_services.config import HealthSection, Role
 from kv_services.config_checks import check_config
-from kv_services.kvctl.demo.client import Answer, Fabric, RequestFailedError, ask
+from kv_services.kvctl.demo.client import Answer, Fabric, RequestFailedError, ask, heard_of
 from kv_services.kvctl.demo.profile import CONCURRENCY, MAX_TOKENS, SLOTS, demo_config
 from kv_services.kvctl.demo.prompts import REQUESTS_MAX, SYSTEM_PROMPT, chat
 from kv_services.kvctl.demo.reference import ReferenceAnswer
 from kv_services.kvctl.demo.report import Outcome, print_outcome
 from kv_services.launch import PortReservation
+from kv_services.status_report import StatusReport, encode_status
 
 FABRIC = Fabric(
     prefill_node="prefill-1",
@@ -193,3 +194,21 @@ def test_the_system_prompt_has_300_tokens_or_more() -> None:
     from kv_services.engine.tokenizer import open_tokenizer
 
     assert len(open_tokenizer().encode(SYSTEM_PROMPT)) >= 300
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["tells", "does not tell"])
+async def test_the_first_request_waits_until_the_gateway_has_heard_of_every_node(silent: bool) -> None:
+    asked = 0
+
+    async def status(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        wires = {f"node-{number}": "1.1" for number in range(asked)}
+        report = StatusReport(node="gateway", role="gateway", state="ready", wires=wires)
+        return web.Response(status=503) if silent else web.Response(body=encode_status(report))
+
+    application = web.Application()
+    application.router.add_get("/status", status)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        await heard_of(session, str(server.make_url("")).rstrip("/"), ["node-0", "node-2"])
+    assert asked == (1 if silent else 3)

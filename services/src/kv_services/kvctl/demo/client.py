@@ -4,7 +4,10 @@ The tokens are taken from `logprobs`, each as the bytes it stands for: text alon
 tokens were cut from it.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from http import HTTPStatus
 from typing import Final
 
 import aiohttp
@@ -12,8 +15,10 @@ import msgspec
 
 from kv_core.errors import KVError
 from kv_services.engine.interface import ChatMessage
+from kv_services.status_report import decode_status
 
 LINE_BYTES_MAX: Final = 1 << 20
+HEARD_S: Final = 10.0
 
 
 class RequestFailedError(KVError):
@@ -76,6 +81,21 @@ class _Chunk(msgspec.Struct):
 
 
 _CHUNK: Final = msgspec.json.Decoder(_Chunk)
+
+
+async def heard_of(session: aiohttp.ClientSession, gateway: str, nodes: Collection[str]) -> None:
+    """Return when the gateway has heard from these nodes, or after `HEARD_S`: it serves as soon as one decode node is
+    there, which would then compute the first prompts by itself. A gateway that does not say is not waited for."""
+    with contextlib.suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError):
+        async with asyncio.timeout(HEARD_S):
+            while True:
+                async with session.get(f"{gateway}/status") as response:
+                    if response.status != HTTPStatus.OK:
+                        return
+                    heard = decode_status(await response.read()).wires
+                if heard.keys() >= set(nodes):
+                    return
+                await asyncio.sleep(0.05)
 
 
 async def ask(

@@ -13,7 +13,7 @@ import aiohttp
 from kv_core.clock import SystemClock
 from kv_services.config import ClusterConfig
 from kv_services.engine.weights import find_weights
-from kv_services.kvctl.demo.client import LINE_BYTES_MAX, Answer, RequestFailedError, ask
+from kv_services.kvctl.demo.client import LINE_BYTES_MAX, Answer, RequestFailedError, ask, heard_of
 from kv_services.kvctl.demo.profile import CONCURRENCY, MAX_TOKENS, demo_config
 from kv_services.kvctl.demo.prompts import chat
 from kv_services.kvctl.demo.reference import ReferenceAnswer, run_reference
@@ -84,8 +84,9 @@ async def _ask_all(config: ClusterConfig, num_requests: int, screen: Screen) -> 
             screen.answered(number, answer)
             return answer
 
-    began_ns = clock.monotonic_ns()
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=LINE_BYTES_MAX) as session:
+        await heard_of(session, gateway, [node.id for node in config.nodes if node.role.holds_kv])
+        began_ns = clock.monotonic_ns()
         answers = await asyncio.gather(*(one(session, number) for number in range(num_requests)))
     return list(answers), (clock.monotonic_ns() - began_ns) / 1e9
 
