@@ -152,6 +152,7 @@ messages = st.one_of(
         entries=st.lists(st.builds(EntryRow, dots, counts, counts, entries()), max_size=2).map(tuple),
         claims=st.lists(pages(), max_size=2).map(tuple),
         ready=st.booleans(),
+        collected=reaches,
     ),
 )
 

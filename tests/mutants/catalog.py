@@ -352,7 +352,7 @@ FENCING: Final = (
         "kv_consistency.lives",
         """
         self._over[origin] = now_ns
-        self._current.discard(origin)
+        self._current.pop(origin, None)
         """,
         """
         self._over[origin] = now_ns

@@ -6,11 +6,11 @@ ones below it, an ended request stays ended, and a longer prefix never gives way
 
 E1: the entry of a request is the greatest write applied. E2: within one owner epoch and set of purges its length only
 grows. E3: an ended entry is kept until every living member has applied the write that ended it and nothing older can
-come any more.
+come any more; what is forgotten then is remembered as `collected`, so that whoever missed the end can tell.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from enum import Enum
 from typing import Final
 
@@ -97,14 +97,15 @@ class Outcome(Enum):
 class EntryTable:
     """All entries of one replica."""
 
-    __slots__ = ("_ended", "_entries_max", "_forgotten", "_homes", "_shards", "refused", "size")
+    __slots__ = ("_collected", "_ended", "_entries_max", "_forgotten", "_homes", "_shards", "refused", "size")
 
     def __init__(self, entries_max: int = limits.MAX_ENTRIES) -> None:
         self._entries_max = entries_max
         self._shards: list[dict[RequestId, Row]] = [{} for _ in range(SHARDS)]
         self._homes: dict[Home, Home] = {}
         self._ended: deque[tuple[RequestId, Dot]] = deque()
-        self._forgotten: dict[RequestId, None] = {}
+        self._forgotten: dict[RequestId, OwnerEpoch] = {}
+        self._collected: dict[Origin, int] = {}
         self.size = 0
         self.refused = 0
 
@@ -129,6 +130,9 @@ class EntryTable:
             | logical
         )
         if old is None:
+            over = self._forgotten.get(op.request_id)
+            if over is not None and op.epoch <= over:
+                return Outcome.LOST  # what ended stays ended, also where the end is forgotten
             if self.size >= self._entries_max:
                 self.refused += 1
                 return Outcome.REFUSED
@@ -151,11 +155,34 @@ class EntryTable:
             shard = self._shards[_shard(request_id)]
             row = shard.get(request_id)
             if row is not None and row.ended and row.dot == dot:
-                del shard[request_id]
-                self.size -= 1
-                self._forgotten[request_id] = None
-                if len(self._forgotten) > limits.MAX_FORGOTTEN:
-                    del self._forgotten[next(iter(self._forgotten))]
+                self._forget(request_id, row)
+                self._collected[dot.origin] = max(dot.n, self._collected.get(dot.origin, 0))
+
+    def collected(self) -> VersionVector:
+        """The writes up to which ended entries were forgotten, here or where this table was taken from: whoever lacks
+        one of them may hold an entry for alive of which nothing is left here."""
+        return VersionVector(self._collected)
+
+    def note_collected(self, collected: VersionVector) -> None:
+        """What this table was taken from had forgotten that."""
+        for origin in collected:
+            self._collected[origin] = max(collected[origin], self._collected.get(origin, 0))
+
+    def retire(self, floor: Origin) -> None:
+        """Everybody has all of that node's lives before this one, so nobody can lack a write of theirs."""
+        for origin in [o for o in self._collected if o.node == floor.node and o < floor]:
+            del self._collected[origin]
+
+    def unknown_to(self, listed: Container[RequestId], vector: VersionVector) -> list[RequestId]:
+        """Entries whose writes `vector` covers and that are not in a full list made by whoever had applied it: there
+        they have ended and are forgotten."""
+        return [request_id for request_id, row in self if request_id not in listed and vector.covers(row.dot)]
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request ended and everybody else has forgotten it."""
+        row = self.get(request_id)
+        if row is not None:
+            self._forget(request_id, row)
 
     def forgotten(self, request_id: RequestId) -> bool:
         """Whether that request was known and ended; true for the last `MAX_FORGOTTEN` of them."""
@@ -213,6 +240,13 @@ class EntryTable:
         assert self.size == sum(map(len, self._shards))
         waiting = {request_id for request_id, _ in self._ended}
         assert all(request_id in waiting for request_id, row in self if row.ended)
+
+    def _forget(self, request_id: RequestId, row: Row) -> None:
+        del self._shards[_shard(request_id)][request_id]
+        self.size -= 1
+        self._forgotten[request_id] = row.home.epoch
+        if len(self._forgotten) > limits.MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
 
     def _home(self, writer: Origin, op: EntryWritten) -> Home:
         home = Home(writer, op.epoch, op.nodes, op.namespace)

@@ -15,7 +15,7 @@ class Lives:
     __slots__ = ("_current", "_floors", "_newest", "_over", "members")
 
     def __init__(self) -> None:
-        self._current: set[Origin] = set()
+        self._current: dict[Origin, int] = {}
         self._newest: dict[NodeId, Incarnation] = {}
         self._over: dict[Origin, int] = {}
         self._floors: dict[NodeId, Incarnation] = {}
@@ -43,6 +43,10 @@ class Lives:
         """When it was learned that this life is over, on the monotonic clock."""
         return self._over[origin]
 
+    def strangers(self, own: Origin, since_ns: int) -> list[Origin]:
+        """Lives that were heard of since then, go on, and that membership did not admit yet."""
+        return [o for o, met_ns in self._current.items() if met_ns >= since_ns and o != own and not self.is_member(o)]
+
     def is_member(self, origin: Origin) -> bool:
         """Whether that life of a peer is admitted and goes on."""
         return self.members.get(origin.node) == origin.incarnation
@@ -58,7 +62,7 @@ class Lives:
         was_over = former is None or self.is_over(former)
         self._newest[origin.node] = origin.incarnation
         if not self.is_over(origin):
-            self._current.add(origin)
+            self._current[origin] = now_ns
         if former is None or was_over:
             return None
         self._end(former, now_ns)
@@ -85,7 +89,7 @@ class Lives:
         self._floors[node] = max(below, self._floors.get(node, _NONE))
         for origin in [origin for origin in self._over if origin.node == node and origin.incarnation < below]:
             del self._over[origin]
-        self._current = {o for o in self._current if o.node != node or o.incarnation >= below}
+        self._current = {o: met for o, met in self._current.items() if o.node != node or o.incarnation >= below}
         if self.members.get(node, below) < below:
             del self.members[node]
 
@@ -98,12 +102,12 @@ class Lives:
         for node, incarnation in self.members.items():
             assert self._newest[node] == incarnation and not self.is_over(Origin(node, incarnation))
         assert all(self.is_over(origin) for origin in self._over)
-        assert not self._current & self._over.keys()
+        assert not self._current.keys() & self._over.keys()
         for origin in self._current:
             assert origin.incarnation == self._newest[origin.node] >= self._floors.get(origin.node, _NONE)
 
     def _end(self, origin: Origin, now_ns: int) -> None:
         self._over[origin] = now_ns
-        self._current.discard(origin)
+        self._current.pop(origin, None)
         if self.is_member(origin):
             del self.members[origin.node]

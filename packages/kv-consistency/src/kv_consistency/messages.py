@@ -147,6 +147,8 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
         floors: on the first page: nodes whose lives below that incarnation are over and forgotten.
         over: on the first page: lives that are over and not forgotten yet.
         ready: False: the sender is new itself; all it has to give is `raises`, the purges that outlived its restart.
+        collected: on the first and the last page: the writes that ended requests of which nothing is left there. Of
+            such a request no entry is sent, so whoever lacks one of these writes asks again, as if it had nothing.
     """
 
     session: Count
@@ -162,6 +164,7 @@ class SyncPage(Message, frozen=True, tag="consistency.sync_page"):
     entries: tuple[EntryRow, ...] = ()
     claims: tuple[ClaimPage, ...] = ()
     ready: bool = True
+    collected: Seen = ()
 
 
 ReplicaMessage = UpdateBatch | Digest | RangeRequest | RangeReply | SyncRequest | SyncPage

@@ -59,6 +59,7 @@ def on_received(replica: Replica, event: Received) -> list[Effect]:
             )
             out.append(SendTo(event.peer, served))
         case SyncRequest() as wanted:
+            _meet_asker(replica, event, out)
             page = sync.make_page(
                 replica.state, wanted, replica.clock.last, replica.config.reply_bytes_max, replica.ready, event.peer
             )
@@ -299,6 +300,11 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
     if replica.session is None:
         replica.settle(changes, out)  # the peer says that it is over itself
         return
+    if session.misses_ends(page, replica.state):
+        _abandon(replica, changes, out)
+        _start_session(replica, event.at, out, event.peer, have=VersionVector())
+        replica.settle(changes, out)
+        return
     session.take(page, replica.state, changes)
     session.go_on(page.cursor, event.at.now_ns + replica.config.reply_timeout_ns)
     for reach in page.vector:
@@ -313,8 +319,15 @@ def _take_page(replica: Replica, event: Received, page: SyncPage, out: list[Effe
     replica.settle(changes, out)
 
 
-def _start_session(replica: Replica, at: Instant, out: list[Effect], peer: NodeId | None = None) -> None:
-    """Take the state of a peer, unless that was done or is being done."""
+def _start_session(
+    replica: Replica,
+    at: Instant,
+    out: list[Effect],
+    peer: NodeId | None = None,
+    have: VersionVector | None = None,
+) -> None:
+    """Take the state of a peer, unless that was done or is being done: what is not covered by `have`, which is what is
+    applied here."""
     if replica.synced or replica.session is not None:
         return
     peers = replica.anti_entropy.peers()
@@ -326,7 +339,8 @@ def _start_session(replica: Replica, at: Instant, out: list[Effect], peer: NodeI
         peer = later[replica.sessions % len(later)]
     replica.sessions += 1
     deadline = at.now_ns + replica.config.reply_timeout_ns
-    replica.session = sync.Session(replica.sessions, peer, replica.state.buffer.vector(), deadline)
+    have = replica.state.buffer.vector() if have is None else have
+    replica.session = sync.Session(replica.sessions, peer, have, deadline)
     out.append(ReportResync(peer, "started"))
     out.append(SendTo(peer, replica.session.request()))
 
@@ -355,6 +369,14 @@ def _meet(replica: Replica, origin: Origin, changes: Changes, out: list[Effect])
     former = replica.state.lives.seen(origin, changes.now_ns)
     if former is not None:
         _end_life(replica, former, changes, out, None)
+
+
+def _meet_asker(replica: Replica, event: Received, out: list[Effect]) -> None:
+    """Whoever takes our state is a life to wait for before anything is forgotten, admitted yet or not."""
+    if event.incarnation is not None and event.peer != replica.origin.node:
+        changes = Changes(event.at.now_ns)
+        _meet(replica, Origin(event.peer, event.incarnation), changes, out)
+        replica.settle(changes, out)
 
 
 def _restore_raises(replica: Replica, at: Instant) -> list[Effect]:
@@ -456,6 +478,8 @@ def _upkeep(replica: Replica, changes: Changes) -> None:
     stable = replica.anti_entropy.stable(vector, state.buffer.retired)
     if stable is None or replica.session is not None or (not replica.synced and replica.anti_entropy.peers()):
         return
+    if state.lives.strangers(replica.origin, changes.now_ns - replica.config.retire_after_ns):
+        return  # they may write what is older, until they have heard what we have
     state.log.cut_stable(stable)
     state.entries.collect(stable)
     for origin in state.lives.over():

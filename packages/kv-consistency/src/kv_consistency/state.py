@@ -5,7 +5,7 @@ Decides what an update changes; when it may be applied is the causal buffer's bu
 R1: two states that applied the same updates and know the same lives to be over answer every question alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -28,7 +28,7 @@ from kv_consistency.update import (
     ScopesRaised,
 )
 from kv_consistency.update_log import UpdateLog
-from kv_consistency.version_vector import Dot, Origin
+from kv_consistency.version_vector import Dot, Origin, VersionVector
 from kv_core.ids import RequestId
 
 
@@ -159,6 +159,7 @@ class State:
     def retire(self, floor: Origin, changes: Changes) -> None:
         """Lives of that node below that incarnation are over and everybody has all of them: follow them no longer."""
         self.lives.retire(floor.node, floor.incarnation)
+        self.entries.retire(floor)
         gone, woken = self.buffer.retire(floor.node, floor.incarnation)
         for origin in gone:
             self.log.forget(origin)
@@ -174,6 +175,16 @@ class State:
             self.entries.bury(request_id)
             changes.written[request_id] = None
             changes.requests.append(RequestEnded(request_id, row.home.epoch, EndCause.OWNER_LOST))
+
+    def forget_entries(self, listed: Container[RequestId], vector: VersionVector, changes: Changes) -> None:
+        """End what whoever had applied `vector` has forgotten, `listed` being all that it knows."""
+        for request_id in self.entries.unknown_to(listed, vector):
+            row = self.entries.get(request_id)
+            assert row is not None
+            if not row.ended:
+                changes.written[request_id] = None
+                changes.requests.append(RequestEnded(request_id, row.home.epoch, EndCause.ENDED))
+            self.entries.forget(request_id)
 
     def purged(self, namespace: NamespaceRef | None, followed: int) -> bool:
         """Whether what followed that many purges of the namespace is unreadable."""

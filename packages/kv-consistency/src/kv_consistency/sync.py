@@ -10,7 +10,9 @@ the snapshots.
 
 Y1: the vector after the commit covers the server's at the last page, and is closed under dependencies. Y2: until the
 commit nothing of an origin in `snapshots` is applied. Y3: a synchronisation that is given up leaves a state that the
-logs or another synchronisation make right; its vector never claimed what is not there.
+logs or another synchronisation make right; its vector never claimed what is not there. Y4: of a request that ended, and
+whose end the server's last vector covers, nothing is alive after the commit, also where the server has forgotten it:
+who missed such an end takes the whole state, and what is not in it has ended.
 """
 
 from dataclasses import dataclass, field
@@ -97,6 +99,7 @@ def make_page(state: State, request: SyncRequest, stamp: Timestamp, bytes_max: i
         wall_ns=stamp.wall_ns,
         logical=stamp.logical,
         vector=state.buffer.vector().to_wire() if first or cursor_next is None else (),
+        collected=state.entries.collected().to_wire() if first or cursor_next is None else (),
         snapshots=snapshots,
         floors=state.buffer.floors() if first else (),
         over=tuple(state.lives.over()) if first else (),
@@ -211,7 +214,25 @@ class Session:
     floors: tuple[Origin, ...] = ()
     raises: list[RaiseCount] = field(default_factory=list)
     entries: list[EntryRow] = field(default_factory=list)
+    base: VersionVector = field(default_factory=VersionVector)
+    collected: VersionVector = field(default_factory=VersionVector)
     target: VersionVector | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all entries are taken, and not only those whose writes are not covered by what is here."""
+        return not self.have
+
+    def misses_ends(self, page: SyncPage, state: State) -> bool:
+        """Whether the server has forgotten requests whose end is not here, so that their entries would stay alive.
+        A whole state shows what was forgotten before its first page, since it is not in it."""
+        buffer, shown = state.buffer, VersionVector()
+        if self.whole:
+            shown = self.collected if self.started else VersionVector.of(page.collected)
+        return any(
+            reach.n > max(buffer.available(reach.origin), shown[reach.origin]) and not buffer.retired(reach.origin)
+            for reach in page.collected
+        )
 
     def request(self) -> SyncRequest:
         """What to ask for next."""
@@ -226,6 +247,7 @@ class Session:
         if not self.started:
             self.started = True
             self.floors = page.floors
+            self.base = VersionVector.of(page.vector)
             for reach in page.snapshots:
                 # What was applied in the meantime needs no snapshot any more.
                 if reach.n > state.buffer.applied(reach.origin) and not state.buffer.retired(reach.origin):
@@ -245,6 +267,8 @@ class Session:
             state.replayed[claims.origin] = max(highest, state.replayed.get(claims.origin, 0))
         if not page.cursor:
             self.target = VersionVector.of(page.vector)
+        if page.collected:
+            self.collected = VersionVector.of(page.collected)
 
     def complete(self, state: State) -> bool:
         """Whether everything the server had at the last page can be had here now."""
@@ -261,11 +285,15 @@ class Session:
             state.log.restart_at(origin, base)
             changes.advanced[origin] = None
         state.take_raises(self.raises, changes)
+        if self.whole and state.entries.size:
+            state.forget_entries({row.entry.request_id for row in self.entries}, self.base, changes)
         for row in self.entries:
             state.take_row(row, changes)
+        state.entries.note_collected(self.collected)
         state.apply(state.buffer.thaw(advance=True), changes)
-        for floor in self.floors:
+        for floor in (*self.floors, *state.buffer.floors()):
             state.retire(floor, changes)
+            state.entries.retire(floor)
 
     def abandon(self, state: State, changes: Changes) -> None:
         """Give it up: what was frozen goes on from where it was."""
