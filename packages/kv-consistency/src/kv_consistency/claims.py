@@ -218,6 +218,15 @@ class ClaimTable:
             for key in [key for key, shelf in shelves.items() if key[0] == digest and shelf.epoch < purges]:
                 self._drop_shelf(holder, key, shelves.pop(key), out)
 
+    def tidy(self) -> set[bytes]:
+        """Drop shelves that hold nothing; the digests of the namespaces of those that are left."""
+        used: set[bytes] = set()
+        for shelves in self._holders.values():
+            for key in [key for key, shelf in shelves.items() if not shelf.size]:
+                del shelves[key]
+            used.update(key[0] for key in shelves)
+        return used
+
     def holders(self) -> list[Origin]:
         """Every holder that has a claim, in order."""
         return sorted(self._holders)

@@ -61,7 +61,8 @@ MAX_SCOPES: Final = 8
 """Names besides its own under which a namespace can be purged: tenant, model, weights, adapter."""
 
 MAX_NAMESPACES: Final = 1 << 16
-"""Namespaces that one replica follows."""
+"""Namespaces whose claims one replica keeps; those of which nothing is claimed any more make room. Claims of further
+ones are not kept, so their blocks are not found elsewhere."""
 
 MAX_RAISES: Final = 1 << 18
 """Pairs of a scope and an origin that purged it, kept for ever: a purge an hour by each of four gateways for seven

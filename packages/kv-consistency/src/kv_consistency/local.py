@@ -6,6 +6,7 @@ update.
 """
 
 from kv_consistency import limits
+from kv_consistency.claims import ShelfKey
 from kv_consistency.effects import BroadcastUpdates, Effect, Issued
 from kv_consistency.entries import Row
 from kv_consistency.errors import (
@@ -31,6 +32,7 @@ from kv_consistency.messages import UpdateBatch
 from kv_consistency.replica import Replica
 from kv_consistency.state import Changes
 from kv_consistency.update import (
+    HASH_BYTES,
     UNOWNED,
     BlocksRemoved,
     BlocksStored,
@@ -53,6 +55,8 @@ def on_store(replica: Replica, event: LocalStore) -> list[Effect]:
     _require_ready(replica)
     purges = replica.state.scopes.purges
     ops: list[Operation] = []
+    shelves = replica.state.claims.shelves(replica.origin)
+    claimed: dict[ShelfKey, int] = {}
     for run in event.runs:
         known = purges(run.namespace)
         epoch = known if run.epoch is None else run.epoch
@@ -63,12 +67,13 @@ def on_store(replica: Replica, event: LocalStore) -> list[Effect]:
         except ValueError as error:
             raise InvalidUpdateError(what="run", reason=str(error)) from None
         ops.append(op)
-    claimed = sum(len(run.hashes) // 16 for run in event.runs)
+        key = (op.namespace.digest, op.tier, op.shape)
+        claimed[key] = claimed.get(key, 0) + len(op.hashes) // HASH_BYTES
     room = limits.MAX_CLAIMS_PER_SHELF
-    shelves = replica.state.claims.shelves(replica.origin).values()
-    largest = max((shelf.size for shelf in shelves), default=0)
-    if largest + claimed > room:
-        raise LimitReachedError(what="claims of one namespace and tier", have=largest + claimed, limit=room)
+    for key, more in claimed.items():
+        have = more + (shelves[key].size if key in shelves else 0)
+        if have > room:
+            raise LimitReachedError(what="claims of one namespace and tier", have=have, limit=room)
     return publish(replica, event.at, tuple(ops), event.after)
 
 

@@ -383,6 +383,11 @@ class KvCacheConsistencyManager:
         """Purges of a namespace applied here; kept beside blocks that outlive a restart (`Run.epoch`)."""
         return self._replica.state.scopes.purges(namespace)
 
+    @property
+    def num_purges(self) -> int:
+        """Grows whenever `namespace_epoch` of any namespace may have grown."""
+        return self._replica.state.scopes.num_raised
+
     def raises(self) -> tuple[RaiseCount, ...]:
         """Every purge known here; persisted with blocks that outlive a restart, given back in `ReplicaConfig`."""
         return tuple(msgspec.structs.replace(row, via=None) for row in self._replica.state.scopes.rows())

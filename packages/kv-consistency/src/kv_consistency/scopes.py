@@ -11,10 +11,12 @@ them (`ScopesRestored`), their own node's or another's.
 
 S1: a purge counts once, however often it arrives, by update, by synchronisation or from a disk. S2: counts only grow.
 S3: a namespace's count is the sum over its digest and its scopes. S4: what is unpublished is nowhere published as far.
+S5: at most `MAX_NAMESPACES` are followed, as a client may name one for each request; room is made by forgetting those
+of which nothing is claimed. Counts are sums over the purges, which stay, so forgetting changes no answer.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable
+from typing import Final, NamedTuple
 
 from kv_consistency import limits
 from kv_consistency.errors import LimitReachedError
@@ -35,37 +37,54 @@ class _Raised(NamedTuple):
 
 
 _NEVER = _Raised(0, 0)
+_ROOM: Final = 16
+"""Room is looked for again when this part of the bound could be gained, or as many were refused: each look costs a walk
+over all that are followed."""
 _Table = dict[bytes, dict[Origin, _Raised]]
 
 
 class ScopeTable:
     """The purges that a replica has applied, and those it restored."""
 
-    __slots__ = ("_by_scope", "_counts", "_published", "_unpublished", "size")
+    __slots__ = ("_by_scope", "_counts", "_patience", "_published", "_unpublished", "num_raised", "size")
 
     def __init__(self, rows: Iterable[RaiseCount] = ()) -> None:
         self._published: _Table = {}
         self._unpublished: _Table = {}
         self._counts: dict[NamespaceRef, int] = {}
-        self._by_scope: dict[bytes, list[NamespaceRef]] = {}
+        self._by_scope: dict[bytes, dict[NamespaceRef, None]] = {}
+        self._patience = 0
         self.size = 0
         """Pairs of a scope and an origin, in either table."""
+        self.num_raised = 0
+        """How often any count may have grown: whoever keeps counts need not look before this did."""
         self.restore(rows)
 
     def purges(self, namespace: NamespaceRef) -> int:
-        """How many purges of it were applied; the namespace is followed from now on.
+        """How many purges of it were applied; kept for the next time where there is room."""
+        count = self._counts.get(namespace)
+        if count is None:
+            count = self._sum(namespace)
+            if len(self._counts) < limits.MAX_NAMESPACES:
+                self._follow(namespace, count)
+        return count
+
+    def follow(self, namespace: NamespaceRef, in_use: Callable[[], Container[bytes]]) -> int:
+        """How many purges of it were applied; those to come are told of (`raise_`).
+
+        Args:
+            in_use: gives the digests of the namespaces that must go on being followed.
 
         Raises:
-            LimitReachedError: too many namespaces.
+            LimitReachedError: as many are in use as may be.
         """
         count = self._counts.get(namespace)
         if count is None:
+            self._make_room(in_use)
             if len(self._counts) >= limits.MAX_NAMESPACES:
                 raise LimitReachedError(what="namespaces", have=len(self._counts), limit=limits.MAX_NAMESPACES)
             count = self._sum(namespace)
-            self._counts[namespace] = count
-            for scope in dict.fromkeys((namespace.digest, *namespace.scopes)):
-                self._by_scope.setdefault(scope, []).append(namespace)
+            self._follow(namespace, count)
         return count
 
     def raise_(self, origin: Origin, n: int, scopes: Iterable[bytes]) -> dict[NamespaceRef, int]:
@@ -115,9 +134,12 @@ class ScopeTable:
         return _rows({s: {**self._published.get(s, {}), **self._unpublished.get(s, {})} for s in scopes})
 
     def check(self) -> None:
-        """Assert S3 and S4."""
+        """Assert S3, S4 and S5."""
+        assert len(self._counts) <= limits.MAX_NAMESPACES
         for namespace, count in self._counts.items():
             assert count == self._sum(namespace)
+            assert all(namespace in self._by_scope[scope] for scope in (namespace.digest, *namespace.scopes))
+        assert sum(map(len, self._by_scope.values())) == sum(len({n.digest, *n.scopes}) for n in self._counts)
         assert self.size == sum(map(len, (*self._published.values(), *self._unpublished.values())))
         for scope, by_origin in self._unpublished.items():
             assert by_origin
@@ -144,10 +166,34 @@ class ScopeTable:
     def _recount(self, scope: bytes, grown: int) -> dict[NamespaceRef, int]:
         touched: dict[NamespaceRef, int] = {}
         if grown:
+            self.num_raised += 1
             for namespace in self._by_scope.get(scope, ()):
                 self._counts[namespace] += grown
                 touched[namespace] = self._counts[namespace]
         return touched
+
+    def _follow(self, namespace: NamespaceRef, count: int) -> None:
+        self._counts[namespace] = count
+        for scope in (namespace.digest, *namespace.scopes):
+            self._by_scope.setdefault(scope, {})[namespace] = None
+
+    def _make_room(self, in_use: Callable[[], Container[bytes]]) -> None:
+        have = len(self._counts)
+        if have < limits.MAX_NAMESPACES:
+            return
+        if self._patience > 0:
+            self._patience -= 1
+            return
+        used = in_use()
+        for namespace in [one for one in self._counts if one.digest not in used]:
+            del self._counts[namespace]
+            for scope in {namespace.digest, *namespace.scopes}:
+                followers = self._by_scope[scope]
+                del followers[namespace]
+                if not followers:
+                    del self._by_scope[scope]
+        least = limits.MAX_NAMESPACES // _ROOM
+        self._patience = 0 if have - len(self._counts) >= least else least
 
     def _effective(self, scope: bytes, origin: Origin) -> _Raised:
         waiting = self._unpublished.get(scope, {}).get(origin)

@@ -86,7 +86,7 @@ class State:
                         if over:
                             continue
                         try:
-                            purges = scopes.purges(op.namespace)
+                            purges = scopes.follow(op.namespace, claims.tidy)
                         except LimitReachedError:
                             self.refused += 1
                             continue
@@ -150,7 +150,7 @@ class State:
     def take_claims(self, page: ClaimPage, base: int, changes: Changes) -> int:
         """Write claims of a snapshot that began at dot `base` of their holder; returns the highest dot among them."""
         try:
-            purges = self.scopes.purges(page.namespace)
+            purges = self.scopes.follow(page.namespace, self.claims.tidy)
         except LimitReachedError:
             self.refused += 1
             return 0
