@@ -6,7 +6,7 @@ import pytest
 
 from kv_core.ids import NodeId
 from kv_services.config import HealthSection
-from kv_services.metrics import Metrics
+from kv_services.metrics import THROUGHPUT_WINDOW_NS, Metrics
 from kv_services.monitor.health_state import (
     MIN_EVENTS,
     MIN_TOKENS,
@@ -123,3 +123,14 @@ def test_the_five_named_metrics_are_there_from_the_start() -> None:
         "kv_transfer_throughput_gbps",
     ):
         assert f"\n{name} 0.0" in exposition
+
+
+def test_what_moved_long_ago_is_forgotten_though_nobody_reads_the_metrics() -> None:
+    metrics = Metrics("decode-1", "decode")
+    for second in range(1_000):
+        metrics.transfer_done(second * 1_000_000_000, "shm", 1 << 20, 1_000, 0)
+    assert len(metrics._moved) <= THROUGHPUT_WINDOW_NS // 1_000_000_000 + 1
+    assert (
+        f"kv_transfer_throughput_gbps {11 * 8 * (1 << 20) / THROUGHPUT_WINDOW_NS}"
+        in metrics.expose(999_000_000_000).decode()
+    )

@@ -166,3 +166,15 @@ def test_who_hears_less_than_half_declares_nobody_dead_and_who_hears_half_does()
     # Three of five are: the others are gone.
     died = [e for e in v.step(TimePassed(1_002)) if isinstance(e, MemberDied)]
     assert [e.node_id for e in died] == nodes[2:]
+
+
+def test_who_was_not_heard_in_the_first_dead_after_had_its_time_unless_this_process_stood_still_in_it() -> None:
+    v = MembershipView(suspect_after_ns=100, dead_after_ns=300, standstill_ns=150)
+    v.add(A)
+    for now_ns in (1_000, 1_100, 1_200, 1_299):
+        v.step(TimePassed(now_ns))
+        assert not v.listened_enough
+    v.step(TimePassed(9_000))
+    assert not v.listened_enough, "nobody could be heard in a standstill"
+    v.step(TimePassed(9_001))
+    assert v.listened_enough

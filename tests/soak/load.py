@@ -10,6 +10,8 @@ from kv_core.clock import SystemClock
 from tests.integration.helpers_integration import Answer, Fabric, expected, prompt
 
 SHARED = 96
+TOLD_MAX = 5
+"""Errors of one code whose messages are kept."""
 
 
 @dataclass
@@ -20,6 +22,7 @@ class Tally:
     right: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
     longest_stall_s: float = 0.0
 
 
@@ -62,7 +65,7 @@ class Load:
         try:
             answer = await self._fabric.stream(tokens, self._count, progress)
         except (aiohttp.ClientError, TimeoutError) as error:
-            self.tally.failed[type(error).__name__] += 1
+            self._failed(type(error).__name__, str(error))
             answer = Answer(599, said)
         await progress(answer.text)
         self._judge(tokens, answer)
@@ -79,4 +82,9 @@ class Load:
         elif answer.status != 599:
             if not answer.is_clear_error():
                 tally.wrong.append(f"an error that says nothing: {answer}")
-            tally.failed[str(answer.error.get("code"))] += 1
+            self._failed(str(answer.error.get("code")), str(answer.error.get("message")))
+
+    def _failed(self, code: str, message: str) -> None:
+        self.tally.failed[code] += 1
+        if self.tally.failed[code] <= TOLD_MAX:
+            self.tally.told.append(f"{code}: {message}")

@@ -59,6 +59,8 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         cluster = it.cluster
     for one in tally.wrong[:5]:
         say(f"wrong: {one}")
+    for one in tally.told:
+        say(f"failed: {one}")
     for one in leaked[:5]:
         say(f"leaked: {one}")
     return {

@@ -119,6 +119,7 @@ class Metrics:
         self.transfer_retries.inc(retries)
         self._latencies_ns.append(duration_ns)
         self._moved.append((now_ns, nbytes))
+        self._forget_moved(now_ns)
 
     def transfer_failed(self, error: str) -> None:
         """Count a transfer that did not end in verified bytes."""
@@ -135,9 +136,13 @@ class Metrics:
 
     def expose(self, now_ns: int) -> bytes:
         """The registry in Prometheus' text form, with the windowed gauges brought up to date."""
-        while self._moved and now_ns - self._moved[0][0] > THROUGHPUT_WINDOW_NS:
-            self._moved.popleft()
+        self._forget_moved(now_ns)
         moved = sum(nbytes for _, nbytes in self._moved)
         self.throughput.set(moved * 8 / THROUGHPUT_WINDOW_NS)
         self.latency_p99.set(self.transfer_p99_ns() / 1e9)
         return generate_latest(self.registry)
+
+    def _forget_moved(self, now_ns: int) -> None:
+        """Drop what lies before the window: also when nobody ever reads the metrics, nothing piles up."""
+        while self._moved and now_ns - self._moved[0][0] > THROUGHPUT_WINDOW_NS:
+            self._moved.popleft()

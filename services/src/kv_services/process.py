@@ -233,7 +233,9 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
 
     base = assemble_base(config, node, clock, LifeFile(lives, node.id), make_bus, make_manager)
     if config.cluster.discovery == "etcd":
-        base.discovery = EtcdDiscovery(config, node, base.incarnation, base.bus, base.cluster)
+        discovery = EtcdDiscovery(config, node, base.incarnation, base.bus, base.cluster)
+        base.discovery = discovery
+        base.cluster.is_listed = lambda: discovery.sessions > 0
     return base
 
 

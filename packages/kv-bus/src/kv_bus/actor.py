@@ -9,7 +9,8 @@ M3: a completion (the outcome of IO which an effect started) is never refused wh
     bounded by the work in flight, and a machine that misses one leaks.
 M4: `perform` never awaits; IO it starts is a job, and a job ends as a completion.
 M5: after `close()` nothing runs: no step, no job, no timer. `close()` may be called again and any time.
-M6: an error that escapes the machine or `perform` ends the actor and is raised by `run()`: the supervisor decides.
+M6: an error that escapes the machine or `perform` ends the actor, is told to `failed`, and is raised by `run()`: the
+    supervisor decides.
 
 An actor takes no task of its own to wait in: a post schedules one turn on the loop, and a turn handles a bounded
 number of events for a bounded time. That costs a third of a queue with an awaiting task.
@@ -184,6 +185,9 @@ class Actor(ABC, Generic[EventT, EffectT]):
     def perform(self, effect: EffectT) -> None:
         """Do what the machine decided, without awaiting."""
 
+    def failed(self, error: BaseException) -> None:
+        """An error ended this actor (M6). For actors that nobody runs: whoever waits for them is told here."""
+
     def post(self, event: EventT) -> None:
         """Hand in an outsider's event.
 
@@ -339,6 +343,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
             context = {"message": f"actor {self.name} failed and nobody runs it", "exception": error}
             self._running_loop().call_exception_handler(context)
         self._shut()
+        self.failed(error)
         self._settle()
 
     def _shut(self) -> None:

@@ -4,7 +4,7 @@ Loads are what nodes reported plus what this gateway assigned since, in blocks s
 is kv-prefix's and pure, so several gateways with the same view choose alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.hashing import BlockHash
@@ -14,6 +14,10 @@ from kv_prefix.prefix_index import HolderMatch
 from kv_services.messages import Load
 
 NO_OVERLAP = (0, 0, 0, 0)
+
+
+def _all(nodes: Mapping[NodeId, Load], decode: NodeId) -> dict[NodeId, Load]:
+    return dict(nodes)
 
 
 @dataclass(slots=True)
@@ -47,12 +51,14 @@ class Placer:
         decode_nodes: dict[NodeId, Load],
         prefill_nodes: dict[NodeId, Load],
         coming: Mapping[NodeId, int] | None = None,
+        feeding: Callable[[Mapping[NodeId, Load], NodeId], dict[NodeId, Load]] = _all,
     ) -> NodeChoice:
         """Choose among the given nodes.
 
         Args:
             coming: by node, how many blocks behind those that it holds it is computing already. Prompts have their turn
                 one after the other, so to the next one they are as good as held.
+            feeding: of the prefill nodes, those that may hand over to a decode node; at least one.
 
         Raises:
             NoCandidateError: there is no decode node.
@@ -62,6 +68,7 @@ class Placer:
         request = PlacementRequest(request_id.encode(), prefix_key, len(hashes))
         decode = self.decode_policy.place(request, self._candidates(decode_nodes, overlap, decoding=True))
         prefill = None
+        prefill_nodes = feeding(prefill_nodes, decode.node)
         if prefill_nodes:
             for node_id, blocks in (coming or {}).items():
                 device, host, disk, remote = overlap.get(node_id, NO_OVERLAP)

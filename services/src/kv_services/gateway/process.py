@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
+from kv_bus.errors import BusError
 from kv_bus.supervisor import ChildSpec
 from kv_prefix.errors import TenantQuotaError
 from kv_prefix.placement import make_placement_policy
 from kv_services.config import ClusterConfig, Role
 from kv_services.engine.load import EngineSpec, open_text
-from kv_services.errors import RequestTooLargeError
+from kv_services.errors import NodeError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.admission import RequestLimits, ServedModel
 from kv_services.gateway.completer import RequestRecord
@@ -24,6 +25,7 @@ from kv_services.in_flight_watch import InFlightWatch
 from kv_services.messages import Load
 from kv_services.process import Base, keep, model_path
 from kv_services.sharded.errors import ClusterFullError, ShardRefusedError
+from kv_transport.errors import TransportError
 
 
 class FrontChild:
@@ -60,8 +62,12 @@ def build(base: Base) -> list[ChildSpec]:
     # What fits no node is the client's fault, as what does not fit the model is.
     register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
     register_fault(TenantQuotaError, HttpFault(429, "rate_limit_error", "kv_quota_exceeded", 1))
-    for full in (ClusterFullError, ShardRefusedError):
+    for full in (ClusterFullError, NodeOverloadedError, ShardRefusedError):
         register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
+    # What failed between nodes, in every attempt that there was time for, may go well a moment later.
+    for failing in (BusError, TransportError, NodeError):
+        register_fault(failing, HttpFault(503, "server_error", "try_again", 1))
+    register_fault(RequestExpiredError, HttpFault(504, "server_error", "deadline_exceeded"))
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
     base.serves(config.model.id, info.weights_revision)
@@ -100,6 +106,8 @@ def build(base: Base) -> list[ChildSpec]:
     def unready() -> str:
         if reason := base.unready():
             return reason
+        if not base.cluster.settled:
+            return f"it has not heard yet of {', '.join(base.cluster.unheard()) or 'any node'}"
         return "" if base.cluster.alive(Role.DECODE) else "no decode node is alive"
 
     front = HttpFront(

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kv_bus.actor import Actor
@@ -26,8 +26,9 @@ from kv_services.config import ClusterConfig, Role
 from kv_services.errors import NodeError, RequestExpiredError
 from kv_services.event_log import EventLog
 from kv_services.gateway.completer import Finished, FinishReason, GenerationRequest, Token
-from kv_services.gateway.errors import DeadlineExceededError, DrainingError, NoNodesError
+from kv_services.gateway.errors import DeadlineExceededError, DrainingError, GatewayError, NoNodesError
 from kv_services.gateway.figures import Figures
+from kv_services.gateway.gateway_breakers import GatewayBreakers
 from kv_services.gateway.oversize import Oversize
 from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
 from kv_services.gateway.placing import Placer
@@ -50,6 +51,7 @@ from kv_services.gateway.routing_state import (
     Reserved,
     ReserveFailed,
     RetryDue,
+    RouteState,
     SendPrefill,
     SendReserve,
     Started,
@@ -113,6 +115,10 @@ class GatewayContext:
     events: EventLog | None = None
     in_flight: InFlightWatch | None = None
     oversize: Oversize | None = None
+    breakers: GatewayBreakers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.breakers = GatewayBreakers(self.bus.node_id, self.clock, self.events, self.metrics)
 
     def namespace(self, request: GenerationRequest) -> Namespace:
         """Whose KV this request may share."""
@@ -165,7 +171,8 @@ class RequestActor(Actor[Event, Effect]):
     def perform(self, effect: Effect) -> None:
         match effect:
             case Place(exclude):
-                self.complete(self._place(exclude))
+                # In the gateway's first moments this waits, boundedly, until it can tell who is there.
+                self._ctx.cluster.when_settled(lambda: self._place_if_awaited(exclude))
             case SendReserve():
                 self._send_reserve(effect)
             case SendPrefill():
@@ -173,6 +180,8 @@ class RequestActor(Actor[Event, Effect]):
             case EndAt(node_id, epoch, cause):
                 self._end_at(node_id, EndRequest(self._request.request_id, epoch, cause), END_TRIES)
             case Deliver(first_index, tokens):
+                if self.route.decode is not None:
+                    self._ctx.breakers.decoded(self.route.decode)
                 self._confirmed += [token.token_id for token in tokens]
                 self._unread.extend(
                     Token(first_index + i, token.token_id, token.logprob, token.top_logprobs)
@@ -188,6 +197,7 @@ class RequestActor(Actor[Event, Effect]):
                 self._ctx.metrics.requests.labels("ok").inc()
                 self._end()
             case Fail(error):
+                self._blame(error)
                 _log.warning("request failed request=%s cause=%s", self._request.request_id, error)
                 self.stream.fail(error)
                 self._ctx.metrics.requests.labels(type(error).__name__).inc()
@@ -200,11 +210,18 @@ class RequestActor(Actor[Event, Effect]):
                 )
                 self._figures.retries.append(str(cause))
                 self._note_attempt(cause)
+                self._blame(cause)
                 self._ctx.metrics.request_retries.inc()
                 self._unassign()
             case Leave():
                 self._ctx.metrics.requests.labels("disconnected").inc()
                 self._end()
+
+    def _blame(self, cause: KVError) -> None:
+        """Judge the link over which an attempt failed, once."""
+        blamed, self.route.blamed = self.route.blamed, None
+        if blamed is not None:
+            self._ctx.breakers.failed(blamed, cause, self._request.request_id)
 
     def _note_attempt(self, cause: KVError) -> None:
         choice = self._figures.choice
@@ -220,18 +237,34 @@ class RequestActor(Actor[Event, Effect]):
             self.stream.fail(DrainingError())
         await super().close()
 
+    def failed(self, error: BaseException) -> None:
+        """A bug, which the loop's handler logs: the client is told, and whatever a node holds is ended there."""
+        request_id, epoch = self._request.request_id, self.route.epoch
+        self.stream.fail(GatewayError(detail=f"internal error in request {request_id}"))
+        for node_id in (self.route.decode, self.route.prefill):
+            if node_id is not None:
+                self._end_at(node_id, EndRequest(request_id, epoch, "its gateway failed"), END_TRIES)
+        self._ctx.metrics.requests.labels(type(error).__name__).inc()
+        self._end()
+
+    def _place_if_awaited(self, exclude: tuple[NodeId, ...]) -> None:
+        if self.route.state is RouteState.PLACING:
+            self.complete(self._place(exclude))
+
     def _place(self, exclude: tuple[NodeId, ...]) -> Placed | PlacementFailed:
         ctx = self._ctx
-        decode = self._loads(exclude, Role.DECODE)
-        prefill = self._loads(exclude, Role.PREFILL)
+        decode = ctx.breakers.reachable(self._loads(exclude, Role.DECODE))
+        prefill = ctx.breakers.reachable(self._loads(exclude, Role.PREFILL))
         if not decode:
             return PlacementFailed(NoNodesError(role="decode", model=self._request.model))
         if ctx.oversize is not None:
             try:
-                pieces = place_in_pieces(ctx.oversize, ctx.cluster, self._request, exclude, decode, prefill)
+                shunned = (*exclude, *ctx.breakers.avoided())
+                pieces = place_in_pieces(ctx.oversize, ctx.cluster, self._request, shunned, decode, prefill)
             except KVError as error:
                 return PlacementFailed(error)
             if pieces:
+                ctx.breakers.given(pieces[0].node)
                 self._figures = Figures(coordinator=pieces[0].node, retries=self._figures.retries)
                 return Placed(pieces[0].node, None, pieces)
             decode, prefill = ctx.oversize.roomy(decode, prefill, *sizes_of(self._request))
@@ -240,7 +273,9 @@ class RequestActor(Actor[Event, Effect]):
         num_tokens = len(self._request.prompt_token_ids)
         held = {match.holder.node: match.num_blocks for match in holders}
         coming = ctx.in_flight.coming(self._hashes, held) if ctx.in_flight else {}
-        choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill, coming)
+        decode, feeding = ctx.breakers.fed(decode, prefill), ctx.breakers.feeding
+        choice = ctx.placer.choose(request_id, self._hashes, num_tokens, holders, decode, prefill, coming, feeding)
+        ctx.breakers.given(choice.decode.node, choice.prefill.node if choice.prefill else None)
         self._figures = Figures(choice, retries=self._figures.retries)
         ctx.placer.assign(choice.decode.node, request_id, 1)
         if choice.prefill is not None:
@@ -259,7 +294,12 @@ class RequestActor(Actor[Event, Effect]):
     def _send_reserve(self, effect: SendReserve) -> None:
         request, sampling = self._request, self._request.sampling
         left = sampling.max_tokens - effect.num_confirmed
-        owner, self._after = self._ctx.ownership.own(request.request_id)
+        try:
+            owner, self._after = self._ctx.ownership.own(request.request_id)
+        except KVError as error:
+            # Whom this gateway cannot fence later it must not ask now.
+            self.complete(ReserveFailed(effect.epoch, error, may_retry=False))
+            return
         assert owner.number == effect.epoch, (owner, effect)
         message = ReserveDecode(
             request_id=request.request_id,
@@ -314,6 +354,7 @@ class RequestActor(Actor[Event, Effect]):
             self._prefill_over(effect.prefill)
             if isinstance(reply, PrefillDone):
                 figures.prefill = reply
+                self._ctx.breakers.handed_over(effect.prefill, effect.decode)
                 self._tell_end()
                 self.complete(PrefillEnded(effect.epoch))
             else:
@@ -392,7 +433,11 @@ class RequestActor(Actor[Event, Effect]):
     def _end(self) -> None:
         self._cancel_timers()
         self._unassign()
-        self._ctx.ownership.end(self._request.request_id)
+        try:
+            self._ctx.ownership.end(self._request.request_id)
+        except KVError as error:
+            # Its replica takes nothing now; entries of a gateway that is gone end with it.
+            _log.warning("end not published request=%s cause=%s", self._request.request_id, error)
         self._on_end(self._request.request_id)
 
 

@@ -253,6 +253,9 @@ class RequestRoute:
     Args:
         max_attempts: how often a failed attempt is followed by another before the client gets the error.
         retry_delay_ns: pause before the second attempt; doubles with each further one.
+
+    Attributes:
+        blamed: where the attempt that failed last failed: at a node, or in the hand-over from one to another.
     """
 
     max_attempts: int
@@ -264,6 +267,7 @@ class RequestRoute:
     prefill: NodeId | None = None
     num_confirmed: int = 0
     prefill_running: bool = False
+    blamed: NodeId | tuple[NodeId, NodeId] | None = None
     _reason: str = ""
     _excluded: dict[NodeId, None] = field(default_factory=dict)
     _handed_over: set[NodeId] = field(default_factory=set)
@@ -330,13 +334,15 @@ class RequestRoute:
                     return []
                 if not may_retry:
                     return [*self._end_everywhere("prefill failed"), *self._finish(Fail(error))]
-                return self._retry_after_ending(error, self._culprit(error))
+                return self._retry_after_ending(error, self._culprit(error), self._link())
             case TokensArrived():
                 return self._tokens(event)
             case DecodeFailed(_, error, may_retry):
                 if not may_retry:
                     return [*self._end_everywhere("decode failed"), *self._finish(Fail(error))]
-                return self._retry_after_ending(error, self._to_blame(error))
+                return self._retry_after_ending(
+                    error, self._to_blame(error), self._link() if self.prefill_running else None
+                )
 
     def _tokens(self, event: TokensArrived) -> list[Effect]:
         if event.first_index > self.num_confirmed:
@@ -401,11 +407,18 @@ class RequestRoute:
         self.state = RouteState.RESERVING
         return [SendReserve(decode, prefill, self.epoch, self.num_confirmed, pieces)]
 
-    def _retry_after_ending(self, error: KVError, culprit: NodeId | None) -> list[Effect]:
-        return [*self._end_everywhere("attempt failed"), *self._retry(error, culprit)]
+    def _link(self) -> tuple[NodeId, NodeId] | None:
+        """Between whom this attempt hands over."""
+        return None if self.prefill is None or self.decode is None else (self.prefill, self.decode)
 
-    def _retry(self, error: KVError, culprit: NodeId | None) -> list[Effect]:
+    def _retry_after_ending(
+        self, error: KVError, culprit: NodeId | None, link: tuple[NodeId, NodeId] | None = None
+    ) -> list[Effect]:
+        return [*self._end_everywhere("attempt failed"), *self._retry(error, culprit, link)]
+
+    def _retry(self, error: KVError, culprit: NodeId | None, link: tuple[NodeId, NodeId] | None = None) -> list[Effect]:
         self._last_error = error
+        self.blamed = link or culprit
         if culprit is not None:
             self._excluded[culprit] = None
         self.decode = self.prefill = None

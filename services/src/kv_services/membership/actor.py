@@ -99,6 +99,10 @@ class ClusterView:
         self.refused: dict[NodeId, IncompatiblePeerError] = {}
         self.life_over: LifeOverError | None = None
         self._not_joined: IncompatiblePeerError | None = None
+        self._settled = False
+        self._when_settled: list[Callable[[], None]] = []
+        # Where members are listed elsewhere, they are not known before that was read.
+        self.is_listed: Callable[[], bool] = _always
         # Deaths that others judged travel with the metadata: what is over there is over here.
         self.known_over: Callable[[NodeId, Incarnation], bool] = _nobody
 
@@ -113,6 +117,30 @@ class ClusterView:
     def on_published(self, message_type: type[M], listener: Callable[[Event[M]], None]) -> None:
         """Hand published messages of that type to `listener`."""
         self._published[message_type] = listener  # type: ignore[assignment]  # only called with events of that type
+
+    def unheard(self) -> list[NodeId]:
+        """Members that hold KV and have not said yet how they are; those that died have said it."""
+        members = self.view.members
+        return [
+            node_id
+            for node_id, role in self.roles.items()
+            if role.holds_kv and node_id not in self._loads and members[node_id].liveness is not Liveness.DEAD
+        ]
+
+    @property
+    def settled(self) -> bool:
+        """Whether this process can tell who is there: every member that holds KV was heard since its start, or had
+        `dead_after_ms` for it. Once true it stays so."""
+        if not self._settled and (self.view.listened_enough or (self.is_listed() and not self.unheard())):
+            self._settled = True
+        return self._settled
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call `call` as soon as this process can tell who is there: at once, but in its first moments."""
+        if self.settled:
+            call()
+        else:
+            self._when_settled.append(call)
 
     def load_of(self, node_id: NodeId) -> Load:
         """The last load that node reported; all zero before its first heartbeat."""
@@ -255,6 +283,13 @@ class ClusterView:
     def _beat(self) -> None:
         self._bus.publish(Heartbeat(self._bus.node_id, self._role.value, self.state, self._load(), self.compatibility))
         self._tell(self.view.step(TimePassed(self._clock.monotonic_ns())))
+        self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        if self._when_settled and self.settled:
+            calls, self._when_settled = self._when_settled, []
+            for call in calls:
+                call()
 
     def _state_of(self, node_id: NodeId) -> str:
         heartbeat = self._loads.get(node_id)
@@ -274,6 +309,7 @@ class ClusterView:
                 self._loads[event.origin] = message
                 self._follow_role(event.origin, message.role)
                 self._compare(event.origin, event.incarnation, message.compatibility)
+                self._tell_settled()
             return
         listener = self._published.get(type(message))
         if listener is not None:
@@ -354,3 +390,7 @@ class ClusterView:
 
 def _nobody(node_id: NodeId, incarnation: Incarnation) -> bool:
     return False
+
+
+def _always() -> bool:
+    return True

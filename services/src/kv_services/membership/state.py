@@ -11,6 +11,7 @@ M4: being idle is not being silent: any heartbeat counts, whatever load it repor
 M5: time in which this process itself stood still is nobody's silence: it could not have heard them.
 M6: no death is declared by who hears less than half of those he last heard of, himself counted: he is the one cut off.
     They stay suspects, and are judged when enough are heard again. (Two that lose each other may both judge.)
+M7: whoever was not heard in the first `dead_after_ns` is not waited for any more (M5 holds for that time too).
 """
 
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ class MembershipView:
     members: dict[NodeId, Member] = field(default_factory=dict)
     _gone: dict[NodeId, Incarnation] = field(default_factory=dict)
     _judged_ns: int | None = None
+    _listened_ns: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.suspect_after_ns < self.dead_after_ns:
@@ -161,6 +163,11 @@ class MembershipView:
             self._gone[node_id] = member.incarnation
             if len(self._gone) > GONE_MAX:
                 del self._gone[next(iter(self._gone))]
+
+    @property
+    def listened_enough(self) -> bool:
+        """Whether who lives had the time to be heard: what is unseen by now is not there (M7)."""
+        return self._listened_ns >= self.dead_after_ns
 
     def alive(self) -> list[NodeId]:
         """Members to which work may be given, in the order they were added."""
@@ -226,9 +233,11 @@ class MembershipView:
         """Do not count as silence what passed since the last look, if nobody could be heard in it."""
         since_ns = 0 if self._judged_ns is None else now_ns - self._judged_ns
         self._judged_ns = now_ns
-        if self.standstill_ns and since_ns >= self.standstill_ns:
-            for member in self.members.values():
-                member.last_seen_ns = min(now_ns, member.last_seen_ns + since_ns)
+        if not self.standstill_ns or since_ns < self.standstill_ns:
+            self._listened_ns += since_ns
+            return
+        for member in self.members.values():
+            member.last_seen_ns = min(now_ns, member.last_seen_ns + since_ns)
 
     def _judge(self, now_ns: int) -> list[Effect]:
         self._forgive_standstill(now_ns)
