@@ -34,7 +34,7 @@ from kv_transport.errors import (
 )
 from kv_transport.frames import UnitHead
 from kv_transport.lease_table import LeaseTable
-from kv_transport.ledger_items import GrantEntry, Landing, Session
+from kv_transport.ledger_items import DoneGrant, GrantEntry, Landing, Session
 from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
@@ -55,7 +55,7 @@ class Ledger:
         self._on_notif = on_notif
         self._lock = threading.RLock()
         self._grants: dict[int, GrantEntry] = {}
-        self._done: OrderedDict[int, tuple[PeerName | None, WriteGrant]] = OrderedDict()
+        self._done: OrderedDict[int, DoneGrant] = OrderedDict()
         self._replay: OrderedDict[PeerName, ReplayWindow] = OrderedDict()
         self._quarantined: dict[int, GrantEntry] = {}
         self._received: dict[str, int] = {}
@@ -160,10 +160,10 @@ class Ledger:
         return verified, entry.grant.num_positions
 
     def _open_done(self, session: Session, ticket: int) -> tuple[list[int], int]:
-        writer, grant = self._done[ticket]
-        if writer != session.peer:
+        done = self._done[ticket]
+        if done.writer != session.peer:
             raise GrantRefused(ticket=ticket, reason="it was completed by another writer")
-        return [span_mask(0, grant.num_positions)] * (grant.layer_end - grant.layer_start), grant.num_positions
+        return [span_mask(0, done.num_positions)] * done.num_layers, done.num_positions
 
     def _may_open(self, session: Session, entry: GrantEntry, fidelity: Fidelity) -> None:
         grant = entry.grant
@@ -386,10 +386,10 @@ class Ledger:
 
     def _complete(self, entry: GrantEntry) -> None:
         """Remember a complete grant, so that a writer whose last acknowledgement was lost is told so."""
-        ticket = entry.grant.ticket
+        grant, ticket = entry.grant, entry.grant.ticket
         del self._grants[ticket]
-        self._regions.unuse(entry.grant.region)
-        self._done[ticket] = (entry.writer, entry.grant)
+        self._regions.unuse(grant.region)
+        self._done[ticket] = DoneGrant(entry.writer, grant.layer_end - grant.layer_start, grant.num_positions)
         if len(self._done) > limits.GRANTS_MAX:
             self._done.popitem(last=False)
 

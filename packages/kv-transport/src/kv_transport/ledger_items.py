@@ -82,6 +82,15 @@ class GrantEntry:
         return lossy[0] if lossy else self.source_fidelity
 
 
+@dataclass(frozen=True, slots=True)
+class DoneGrant:
+    """What is remembered of a complete grant: its writer, and how much it covered. Not the grant, which lists slots."""
+
+    writer: PeerName | None
+    num_layers: int
+    num_positions: int
+
+
 @dataclass(slots=True, eq=False)
 class Landing:
     """A unit on its way into our memory.
