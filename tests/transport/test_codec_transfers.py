@@ -352,7 +352,7 @@ async def test_a_transfer_that_lost_its_link_goes_on_over_tcp_by_lz4(tmp_path: P
 
 
 async def test_a_slow_link_is_measured_and_then_takes_the_codec(tmp_path: Path) -> None:
-    """The figures of a slow link are put where the measured ones are; the choice is the model's own."""
+    """The meter is told of 10 MiB that took a second; the choice is the model's own."""
     async with pair("tcp", tmp_path) as (sender, receiver):
         target = receiver.blocks(4)
         grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=32, accept=[Codec.FP8_E4M3])
@@ -362,8 +362,9 @@ async def test_a_slow_link_is_measured_and_then_takes_the_codec(tmp_path: Path) 
         await eventually(lambda: 0 not in handover.missing_layers)
         assert handover.explain() == "none: the rate of tcp is not known yet"
         await eventually(lambda: len(sender.agent._around.codec_rates.costs(SMALL, None)) == 2)
-        peer = sender.agent.peer(receiver.agent.name.node)
-        peer._meters["tcp"].rate = 0.01e9
+        meter = sender.agent.peer(receiver.agent.name.node)._meters["tcp"]
+        meter.posted(0)
+        meter.settled(10 << 20, 10**9)
         for layer in range(1, SMALL.num_layers):
             handover.submit(layer, source)
         stats = await handover.finish(20_000)

@@ -228,19 +228,19 @@ class Peer:
         flow.posted(unit_id)
         unit = flow.unit(unit_id)
         self._choose_codec(flow, unit, link)
-        self._meter(link).posted(self._around.clock.monotonic_ns(), encoded=unit.codec is not Codec.NONE)
+        self._meter(link).posted(self._around.clock.monotonic_ns(), unit.codec)
         link.post(unit, partial(self._settled, key, flow, unit_id, link))
 
     def _choose_codec(self, flow: Flow, unit: Unit, link: Link) -> None:
-        policy, rates, link_rate = flow.policy, self._around.codec_rates, self._meter(link).rate
-        if not link.encodes or link_rate is None:
-            unit.codec = policy.pick(link.scheme, link.encodes, link_rate, ())
+        policy, rates, meter = flow.policy, self._around.codec_rates, self._meter(link)
+        if not link.encodes or meter.rate is None:
+            unit.codec = policy.pick(link.scheme, link.encodes, meter, ())
         else:
             untried = policy.lz4_ratio is None and unit.op is XferOp.WRITE and policy.allows(Codec.LZ4)
-            if untried and rates.may_help(Codec.LZ4, link_rate):
+            if untried and rates.may_help(Codec.LZ4, meter.rate):
                 policy.note_lz4(rates.sample_lz4(unit.sample(limits.LZ4_SAMPLE_BYTES)))
             costs = rates.costs(unit.geometry(), policy.lz4_ratio)
-            unit.codec = policy.pick(link.scheme, True, link_rate, costs, stale=self._meter(link).stale)
+            unit.codec = policy.pick(link.scheme, True, meter, costs, link.moving_cost())
         unit.codec_required = unit.codec is policy.wanted
 
     def _meter(self, link: Link) -> LinkMeter:
@@ -249,9 +249,8 @@ class Peer:
     def _settled(self, key: int, flow: Flow, unit_id: int, link: Link, error: KVError | None) -> None:
         self._scheduler.settle(key)
         unit = flow.unit(unit_id)
-        sent = unit.wire_nbytes if error is None else 0
-        now_ns = self._around.clock.monotonic_ns()
-        self._meter(link).settled(sent, now_ns, encoded=unit.codec is not Codec.NONE)
+        moved = unit.nbytes if error is None else 0
+        self._meter(link).settled(moved, self._around.clock.monotonic_ns(), unit.codec)
         if error is not None:
             self._note_bounce(flow, unit_id, link, error)
         flow.settled(unit_id, link.scheme, error, link_lost=link.lost is not None)

@@ -21,6 +21,7 @@ from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_core.namespace import EXACT, Fidelity
+from kv_transport.codec_choice import MovingCost
 from kv_transport.codec_rates import CodecRates
 from kv_transport.config import TransportConfig
 from kv_transport.errors import ConnectionLost, FrameRefused, TransferTimeout
@@ -113,6 +114,10 @@ class Link(abc.ABC):
         return len(self._posted)
 
     # What users of a link call.
+
+    def moving_cost(self) -> MovingCost:
+        """What bytes cost the threads at its ends, for whoever weighs codecs; known where it `encodes`."""
+        return MovingCost()
 
     def moves_at_once(self, unit: Unit) -> bool:
         """Whether `post` moves that unit itself, so that a place in the queue would cost more than it is worth."""

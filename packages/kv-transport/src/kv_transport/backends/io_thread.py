@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kv_transport.codec_choice import MovingMeter
 from kv_transport.stream_io import DO_NOT_WAIT
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class IoThread:
     """One thread. Make with `start`, end with `close`."""
 
     def __init__(self, name: str) -> None:
+        self.moving = MovingMeter()
+        """What its bytes cost it."""
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from kv_core.clock import thread_cpu_ns
 from kv_core.errors import KVError
 from kv_transport import limits, stream_io
 from kv_transport.auth import MAC_BYTES, FrameMac
@@ -30,6 +31,8 @@ _PREFIX_BYTES: Final = _LENGTHS.size + MAC_BYTES
 _STAGE_BYTES: Final = _PREFIX_BYTES + limits.CONTROL_FRAME_BYTES_MAX
 _READS: Final = 24
 """System calls to read before other sockets of the thread get their turn: two for a head."""
+_MEASURED_BYTES: Final = 256 * 1024
+"""A payload from which one learns what bytes cost: below, it is mostly what is around them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,7 @@ class _Outgoing:
     source: Source = NOTHING
     follow: Callable[[], bytes] | None = None
     state: State = field(default_factory=stream_io.send_state)
+    spent_ns: int = 0
 
 
 class Receiver(Protocol):
@@ -78,6 +82,7 @@ class Stream:
         self._stage = memoryview(bytearray(_STAGE_BYTES))
         self._staged = 0
         self._sink: Sink | None = None
+        self._payload = self._spent_ns = 0
         self._ended = False
 
     def fileno(self) -> int:
@@ -131,9 +136,7 @@ class Stream:
         try:
             while (out := self._sending or self._next_frame()) is not None:
                 source = out.source
-                if not stream_io.send(
-                    self._fd, others, out.head, source.memory, source.spans, source.checks, out.state
-                ):
+                if not self._transmit(out, others):
                     break
                 self._sending, self._follow = None, out.follow
                 if source.nbytes and self._frames:
@@ -143,6 +146,18 @@ class Stream:
             return
         more = self._sending is not None or self._follow is not None or self._control or self._frames
         self._watch(select.EPOLLIN | select.EPOLLOUT if more else select.EPOLLIN)
+
+    def _transmit(self, out: _Outgoing, others: int) -> bool:
+        """Send of it what can be sent; whether that was all."""
+        source = out.source
+        measured = source.nbytes >= _MEASURED_BYTES
+        began_ns = thread_cpu_ns() if measured else 0
+        done = stream_io.send(self._fd, others, out.head, source.memory, source.spans, source.checks, out.state)
+        if measured:
+            out.spent_ns += thread_cpu_ns() - began_ns
+            if done:
+                self.io.moving.sent(source.nbytes, out.spent_ns)
+        return done
 
     def _next_frame(self) -> _Outgoing | None:
         if self._follow is not None:
@@ -175,7 +190,7 @@ class Stream:
                 if sink is None:
                     nbytes = self._sock.recv_into(self._stage[self._staged : self._needed()])
                 else:
-                    nbytes = sink.receive(self._sock, self.io.others())
+                    nbytes = self._receive(sink)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -191,6 +206,18 @@ class Stream:
                 self._sink = None
                 self._receiver.payload_done(self, sink)
                 return
+
+    def _receive(self, sink: Sink) -> int:
+        """Take of its payload what is there; how many bytes, 0 at the end of the stream."""
+        if self._payload < _MEASURED_BYTES:
+            return sink.receive(self._sock, self.io.others())
+        began_ns = thread_cpu_ns()
+        try:
+            return sink.receive(self._sock, self.io.others())
+        finally:
+            self._spent_ns += thread_cpu_ns() - began_ns
+            if not sink.left:
+                self.io.moving.received(self._payload, self._spent_ns)
 
     def _needed(self) -> int:
         """Bytes of the frame at hand up to the end of its prefix, or of its head: never one of its payload."""
@@ -219,7 +246,7 @@ class Stream:
         if sink is None or sink.left != payload:
             self._end(f"a payload of {payload} bytes that nothing asked for")
             return
-        self._sink = sink
+        self._sink, self._payload, self._spent_ns = sink, payload, 0
 
     def _end(self, cause: str) -> None:
         if self._ended:

@@ -1,5 +1,6 @@
 """The initiator's end of a TCP connection of several streams."""
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,6 +9,7 @@ from kv_transport.backends.base import Link, LinkOwner, Surroundings
 from kv_transport.backends.payload import Sink
 from kv_transport.backends.stream import Stream
 from kv_transport.backends.wire_form import Arrival, Place, WireForm, summed_form, write_form
+from kv_transport.codec_choice import MovingCost
 from kv_transport.codecs import Codec, decoded_checks, wire_codec
 from kv_transport.errors import ChecksumMismatch, CodecFailed, ConnectionLost, FrameRefused
 from kv_transport.frames import Acked, Data, Frame, Read, Refused, Sums, Write, decode_from_owner, encode
@@ -60,6 +62,10 @@ class TcpLink(Link):
     def start(self) -> None:
         for stream in self._by_stream:
             stream.start()
+
+    def moving_cost(self) -> MovingCost:
+        threads = len({lane.stream.io for lane in self._lanes})
+        return self._lanes[0].stream.io.moving.cost(min(threads, len(os.sched_getaffinity(0))))
 
     # On the loop.
 
