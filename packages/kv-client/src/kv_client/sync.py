@@ -1,6 +1,11 @@
-"""The client for code without an event loop: the same calls, each of which blocks until it is done or its deadline."""
+"""The client for code without an event loop: the same calls, each of which blocks until it is done or its deadline.
+
+Y1: no call waits for a loop that does not run: before `start` and after `close` it is refused.
+Y2: what a caller stops waiting for (an interrupt, a close in another thread) is ended, and gives back what it took.
+"""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -9,6 +14,7 @@ from typing import Any, Self, TypeVar
 from kv_client.blocks import PrefixBlocks
 from kv_client.client import Client
 from kv_client.config import ClientConfig
+from kv_client.errors import AlreadyReleased
 from kv_client.messages import PrefixFound
 from kv_client.puts import PinnedPrefix, StoredPrefix
 from kv_core.hashing import BlockHash, Tokens
@@ -55,10 +61,16 @@ class SyncClient:
         self._client = Client(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client {config.node_id}", daemon=True)
+        self._gate = threading.Lock()
+        self._running = False
 
     def start(self) -> None:
         """As `Client.start`."""
-        self._thread.start()
+        with self._gate:
+            if self._loop.is_closed() or self._thread.is_alive():
+                raise AlreadyReleased(what="a client that was started before")
+            self._thread.start()
+            self._running = True
         try:
             self._run(self._client.start())
         except BaseException:
@@ -66,10 +78,10 @@ class SyncClient:
             raise
 
     def close(self) -> None:
-        """As `Client.close`."""
-        if self._thread.is_alive():
+        """As `Client.close`; calls of other threads end with an error."""
+        if self._running:
             self._run(self._client.close())
-            self._stop()
+        self._stop()
 
     def lookup(self, namespace: Namespace, tokens: Tokens, *, timeout_ms: int | None = None) -> PrefixFound:
         """As `Client.lookup`."""
@@ -114,9 +126,33 @@ class SyncClient:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with self._gate:
+            if not self._running:
+                work.close()
+                raise AlreadyReleased(what="the client")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise AlreadyReleased(what="the client") from None
+        except BaseException:
+            future.cancel()
+            raise
 
     def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._gate:
+            running, self._running = self._running, False
+        if running:
+            asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _end_others() -> None:
+    """Cancel whatever still runs on this loop, and wait for its end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
