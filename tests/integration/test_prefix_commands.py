@@ -22,6 +22,8 @@ TENANTS = [
     TenantConfig(id="c", api_keys=[KEYS["c"]]),
 ]
 PROMPT = prompt(3, 10 * BLOCK + 1)
+LONG = prompt(9, 60 * BLOCK + 1)
+"""Tokens that take more than a kilobyte as JSON."""
 
 
 async def kvctl(file: Path, *words: str) -> tuple[int, Any]:
@@ -54,6 +56,9 @@ async def test_prefixes_are_warmed_pinned_explained_shared_and_purged(tmp_path: 
         assert await verdicts(file, "prefill-1", *mine) == ["hit"] * 10
         status, found = await kvctl(file, "lookup", *mine)
         assert status == 0 and {one["node"]: one["blocks"] for one in found["holders"]}["prefill-1"] == 10, found
+        (tmp_path / "long.json").write_text(json.dumps(LONG))
+        asked = ("--tokens", str(tmp_path / "long.json"), "--tenant", "a")
+        assert await verdicts(file, "prefill-1", *asked) == ["never seen"] * 60
         await quotas_hold(fabric, file, tmp_path)
         await tenants_see_what_they_may(fabric, file, tokens)
 
@@ -63,6 +68,8 @@ async def test_prefixes_are_warmed_pinned_explained_shared_and_purged(tmp_path: 
         assert status == 1 and "nothing is pinned" in found
         await fabric.settle(fabric.kv_nodes)
 
+        status, found = await kvctl(file, "pin", "--name", "again", *mine)
+        assert status == 0 and found["pins"]["prefill-1"]["pinned"] == 10, found
         status, found = await kvctl(file, "purge", "--tenant", "a")
         assert status == 0, found
 
@@ -71,6 +78,8 @@ async def test_prefixes_are_warmed_pinned_explained_shared_and_purged(tmp_path: 
             return all(one == ["purged"] * 10 for one in seen)
 
         await until(gone)
+        # A pin of what nobody can find any more would keep its slots for nothing.
+        await fabric.settle(fabric.kv_nodes)
         # The copy that another tenant made of what was shared with it is its own.
         answer = await fabric.ask(PROMPT, 2, key=KEYS["b"])
         assert answer.is_right(PROMPT, 2) and answer.cached >= 9 * BLOCK

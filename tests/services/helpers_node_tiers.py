@@ -127,10 +127,11 @@ class Node:
         values: NDArray[np.int64] = draw.integers(0, 2048, self.arena.array[0].shape)
         return values.astype(np.float16)
 
-    def compute(self, tokens: list[int]) -> None:
+    def compute(self, tokens: list[int], namespace: Namespace = NS) -> None:
         """KV of a prompt's full blocks."""
-        names = hash_tokens(NS, tokens)
-        match = self.pool.match(NS.digest, names, [*tokens, 0])
+        self.replica.know(namespace)
+        names = hash_tokens(namespace, tokens)
+        match = self.pool.match(namespace.digest, names, [*tokens, 0])
         first = len(match.refs)
         opened = self.pool.open("r", match, len(names) - first, use_partial=False)
         self.flush()
@@ -138,7 +139,7 @@ class Node:
         for i, ref in enumerate(opened.refs[first:], first):
             self.arena.array[ref.slot] = self.kv_of(tokens, i)
             self.arena.seal_block(ref.slot)
-        self.pool.commit(opened.table, NS.digest, first, names[first:], tokens[4 * first :])
+        self.pool.commit(opened.table, namespace.digest, first, names[first:], tokens[4 * first :])
         self.pool.release(opened.table)
         self.flush()
 

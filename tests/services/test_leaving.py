@@ -1,5 +1,6 @@
 """A node that leaves: what its machines hand over, what the gateway makes of it, and who gets which blocks."""
 
+import io
 from random import Random
 
 import aiohttp
@@ -19,7 +20,7 @@ from kv_services.membership.state import HeartbeatSeen, LeaveSeen, Liveness, Mem
 from kv_services.node.decode_events import DrainBegan, DrainEnded, GiveUp, RefuseReserve
 from kv_services.node.move_plan import Forest, choose_target, share_of
 from kv_services.node.prefill_events import PrefillDrainBegan, PrefillDrainEnded, ReplyFailed, StartPrefill
-from kv_services.side_http import SideHttp
+from kv_services.side_http import BODY_BYTES_MAX, SideHttp
 from tests.services import helpers_prefill as prefill
 from tests.services import test_decode_state as decode
 from tests.services import test_routing_state as routing
@@ -207,7 +208,8 @@ async def act(body: bytes) -> bytes:
         ([KEY], "", b"", 401),
         ([], "", b"", 403),
         ([], KEY, b"", 403),
-        ([KEY], KEY, b"x" * 2000, 413),
+        ([KEY], KEY, b"a prompt of many tokens " * 1_000, 200),
+        ([KEY], KEY, b"x" * (BODY_BYTES_MAX + 1), 413),
     ],
 )
 async def test_what_changes_something_needs_an_operators_key(
@@ -236,7 +238,7 @@ async def test_what_changes_something_needs_an_operators_key(
             headers = {"Authorization": f"Bearer {sent}"} if sent else {}
             async with aiohttp.ClientSession(headers=headers) as http:
                 url = f"http://127.0.0.1:{port}/drain"
-                async with http.post(url, data=body) as response:
+                async with http.post(url, data=io.BytesIO(body)) as response:
                     assert response.status == status
                 async with http.get(url) as response:
                     assert response.status == 405

@@ -1,6 +1,7 @@
 """A node's tiers over a real pool, arena and replica, with a medium that the test can stop, fail and fill."""
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -173,6 +174,29 @@ async def test_a_purge_empties_memory_and_disk_and_what_comes_later_stays(node: 
     await node.at_rest()
     node.tiers.tick()
     assert node.in_memory(tokens) == 4 and node.disk.counts().blocks == 4
+
+
+async def test_namespaces_that_come_and_go_are_not_watched_for_ever_and_what_is_held_is_purged(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may name a namespace for each of its requests."""
+    monkeypatch.setattr(tiers_module, "SEEN_MIN", 8)
+    node.tiers._seen_max = 8
+    held = await evicted(node)
+    node.disk.catalog.purge(lambda block: block.sequence not in {name.sequence for name in hash_tokens(NS, held)})
+    watched = 0
+    for number in range(200):
+        node.compute(prompt(1, 1), dataclasses.replace(NS, salt=f"mark.{number}"))
+        await node.at_rest()
+        watched = max(watched, len(node.tiers._seen))
+    # 16 slots and 64 places: no more can be held, and as many again may wait to be looked at.
+    assert watched <= 2 * (16 + 64) + 1
+    last = dataclasses.replace(NS, salt="mark.199")
+    node.replica.purge([scope_id("tenant", "mark")])
+    node.tiers.tick()
+    assert not node.pool.has_any(last.digest) and not node.disk.catalog.has_any(last.digest)
+    assert node.pool.stats().cached == 0 and node.disk.counts().blocks == 0
+    node.disk.catalog.check()
 
 
 async def test_a_purge_during_a_load_leaves_nothing_behind(node: Node) -> None:

@@ -19,6 +19,8 @@ from kv_core.errors import KVError
 from kv_services.metrics import CONTENT_TYPE
 
 JSON: Final = "application/json"
+BODY_BYTES_MAX: Final = 16 << 20
+"""What an operator may send: the longest prompt as a list of tokens, eleven characters each, with room for the rest."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class SideHttp:
         self._unready = unready
         self._runner: web.AppRunner | None = None
         self._closed: asyncio.Event | None = None
-        self._app = web.Application(client_max_size=1024)
+        self._app = web.Application(client_max_size=BODY_BYTES_MAX)
         self._app.router.add_get("/healthz", self._healthz)
         guarded = {"/metrics": (CONTENT_TYPE, metrics), "/status": (JSON, status), **(pages or {})}
         for path, (content_type, body) in guarded.items():
@@ -111,9 +113,12 @@ class SideHttp:
                 error = "this path changes something: set cluster.operator_keys in the cluster file to allow it"
                 return web.json_response({"error": error}, status=403)
             if not self._allowed(request.headers.get("Authorization", "")):
+                _log.warning("refused path=%s from=%s cause=no operator's key", path, request.remote)
                 return web.json_response({"error": "this path needs an operator's key"}, status=401)
             try:
                 body = await action(await request.read())
+            except web.HTTPRequestEntityTooLarge:
+                return web.json_response({"error": f"more than {BODY_BYTES_MAX} bytes"}, status=413)
             except msgspec.MsgspecError as error:
                 return web.json_response({"error": str(error)}, status=400)
             except KVError as error:

@@ -266,6 +266,10 @@ class BlockPool(PoolHolds):
         """Drop every block of a namespace (of all when None); returns how many."""
         return sum(self._slots.remove_subtree(root, RemovalReason.PURGED) for root in self._slots.roots(namespace))
 
+    def has_any(self, namespace: bytes) -> bool:
+        """Whether a block of that namespace can be found."""
+        return bool(self._slots.roots(namespace))
+
     def evict(self, most: int) -> int:
         """Evict up to so many blocks that nobody holds, ahead of need; returns how many."""
         return self._slots.evict(most)

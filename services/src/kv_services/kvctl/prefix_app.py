@@ -49,7 +49,7 @@ def pin(
     cache_salt: CacheSalt = None,
     json: Json = False,
 ) -> int:
-    """Keep a prompt's full blocks in memory on the nodes that hold them, within the quotas, until unpin or restart."""
+    """Keep a prompt's full blocks in memory where they are held, within quotas, until unpin, purge or restart."""
     from kv_services.kvctl import prefix
 
     return prefix.pin(file, prefix.Prompt(text, tokens, request, tenant, cache_salt), name, json)

@@ -5,10 +5,12 @@ travels. Pins live in this process: after a restart they are set again.
 
 O1: one tenant's pins never exceed its `pin_quota` on this node, nor all together the pool's.
 O2: a pin holds full blocks that are here when it is set; it says how many of the prompt's those are.
+O3: what is purged is pinned no longer: it would keep memory for blocks that nobody can find.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -21,6 +23,7 @@ from kv_core.errors import KVError
 from kv_core.hashing import hash_tokens
 from kv_core.namespace import Namespace
 from kv_prefix.errors import PinQuotaExceededError
+from kv_prefix.events import BlockRemoved, PoolEvent, RemovalReason
 from kv_prefix.explain import Explainer
 from kv_prefix.in_flight import InFlight
 from kv_prefix.pins import Receipt
@@ -30,6 +33,8 @@ from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
 PROMOTE_NS: Final = 10_000_000_000
 PAST_REQUESTS_MAX: Final = 256
+
+_log = logging.getLogger(__name__)
 
 
 class UnknownPinError(KVError):
@@ -61,6 +66,7 @@ class PurgeAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class _Pin:
     tenant: str
+    namespace: bytes
     receipt: Receipt
     num_blocks: int
 
@@ -99,6 +105,7 @@ class PrefixDesk:
         self._in_flight = in_flight
         self._weights_revision = weights_revision
         self._pins: dict[str, _Pin] = {}
+        ctx.listeners.append(self._hear)
 
     def actions(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """What may be asked for, by path."""
@@ -114,6 +121,13 @@ class PrefixDesk:
         while self._pins:
             self._ctx.pool.release(self._pins.popitem()[1].receipt)
 
+    def _hear(self, events: Sequence[PoolEvent]) -> None:
+        """The pool stored or removed blocks (O3)."""
+        purged = {e.namespace for e in events if isinstance(e, BlockRemoved) and e.reason is RemovalReason.PURGED}
+        for name in [name for name, pin in self._pins.items() if pin.namespace in purged]:
+            _log.info("pin ended name=%s cause=its blocks were purged", name)
+            self._ctx.pool.release(self._pins.pop(name).receipt)
+
     async def _pin(self, body: bytes) -> bytes:
         ask = msgspec.json.decode(body, type=PinAsk)
         ctx, (namespace, tokens) = self._ctx, self._prompt(ask)
@@ -126,7 +140,7 @@ class PrefixDesk:
         receipt = ctx.pool.pin(f"operator {ask.name}", match)
         if before is not None:
             ctx.pool.release(before.receipt)
-        self._pins[ask.name] = _Pin(ask.tenant, receipt, len(match.refs))
+        self._pins[ask.name] = _Pin(ask.tenant, namespace.digest, receipt, len(match.refs))
         ctx.flush_pool_events()
         return msgspec.json.encode({"pinned": len(match.refs), "of": len(names)})
 
@@ -148,7 +162,6 @@ class PrefixDesk:
             scope = tenant_scope(tenant_mark(ask.value, tenant_secret(self._ctx.config, ask.value)))
         else:
             scope = scope_id("weights", f"{model}@{ask.value or self._weights_revision}")
-        # Pins would keep purged blocks in memory for nobody: they cannot be found any more.
         self._ctx.replica.purge([scope])
         self._ctx.tiers.tick()
         return msgspec.json.encode({"purged": ask.what})

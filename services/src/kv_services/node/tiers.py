@@ -42,6 +42,8 @@ PIECE_BLOCKS: Final = 512
 """Blocks of a prompt that are looked for in one turn of the loop."""
 IN_FLIGHT_SHARE: Final = 4
 """At most one slot in so many is being loaded into."""
+SEEN_MIN: Final = 1024
+"""Namespaces that are watched for purges before those of which nothing is held are looked for."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Tiers:
         self._ids = itertools.count(1)
         self._promoting: dict[bytes, asyncio.Future[int]] = {}
         self._seen: dict[NamespaceRef, int] = {}
+        self._seen_max = SEEN_MIN
+        self._looked_at = -1
         self._started = self._closed = False
         self._keep: Callable[[TierBlock], bool] = lambda block: True
         self._later: list[_Later] = []
@@ -180,11 +184,7 @@ class Tiers:
             if not self._replica.manager.ready:
                 return
             self._start()
-        for namespace, seen in list(self._seen.items()):
-            epoch = self._replica.manager.namespace_epoch(namespace)
-            if epoch > seen:
-                self._seen[namespace] = epoch
-                self._purge(namespace.digest, epoch)
+        self._look_for_purges()
         if self._purges is not None:
             self._purges.tick()
         self._open_those_due()
@@ -233,6 +233,33 @@ class Tiers:
         if namespace not in self._seen:
             now = self._replica.manager.namespace_epoch(namespace)
             self._seen[namespace] = now if epoch is None else min(now, epoch)
+            if self._seen[namespace] < now:
+                self._looked_at = -1
+
+        if len(self._seen) > self._seen_max:
+            self._forget_unheld()
+
+    def _look_for_purges(self) -> None:
+        """Carry out purges that were heard of since the last look."""
+        manager = self._replica.manager
+        if self._looked_at == manager.num_purges:
+            return
+        self._looked_at = manager.num_purges
+        for namespace, seen in list(self._seen.items()):
+            epoch = manager.namespace_epoch(namespace)
+            if epoch > seen:
+                self._seen[namespace] = epoch
+                self._purge(namespace.digest, epoch)
+
+    def _forget_unheld(self) -> None:
+        """Namespaces of which nothing is here need no watching; a client may name one for each request."""
+        catalogs = [tier.catalog for tier in self.tiers]
+        self._seen = {
+            namespace: epoch
+            for namespace, epoch in self._seen.items()
+            if self._pool.has_any(namespace.digest) or any(one.has_any(namespace.digest) for one in catalogs)
+        }
+        self._seen_max = max(SEEN_MIN, 2 * len(self._seen))
 
     def _purge(self, digest: bytes, epoch: int) -> None:
         count = self._pool.purge(digest)

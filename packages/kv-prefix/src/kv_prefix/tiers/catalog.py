@@ -12,6 +12,7 @@ C4: eviction takes blocks that nothing stored follows, so a prefix shrinks from 
 C5: places in use never exceed `limit`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -90,6 +91,7 @@ class TierCatalog:
         self._free = list(range(num_places - 1, -1, -1))
         self._by_name: dict[bytes, int] = {}
         self._children: dict[bytes, int] = {}
+        self._namespaces: dict[bytes, int] = {}
         self._loading: dict[int, int] = {}
         self._evicted = self._check_failed = self._refused = self._since_full = 0
         self._events: list[TierEvent] = []
@@ -132,6 +134,10 @@ class TierCatalog:
         place = self._by_name.get(block_hash.sequence)
         block = None if place is None or self._state[place] is not _State.STORED else self._block[place]
         return block if block is not None and block.check == block_hash.check else None
+
+    def has_any(self, namespace: bytes) -> bool:
+        """Whether a block of that namespace can be loaded."""
+        return namespace in self._namespaces
 
     def knows(self, sequence: bytes) -> bool:
         """Whether a block of that name is stored or being written."""
@@ -337,6 +343,7 @@ class TierCatalog:
             if block.parent:
                 children[block.parent] = children.get(block.parent, 0) + 1
         assert children == self._children, "C4"
+        assert Counter(block.namespace for block in self.blocks()) == self._namespaces
         assert self._num_places - len(self._free) <= max(self._limit, 1), "C5"
 
     def _take(self, forget: list[int]) -> int | None:
@@ -357,6 +364,7 @@ class TierCatalog:
         self._move(place, _State.STORED)
         self._block[place] = block
         self._by_name[block.sequence] = place
+        self._namespaces[block.namespace] = self._namespaces.get(block.namespace, 0) + 1
         self._policy.insert(place, block.sequence)
         if block.parent:
             self._children[block.parent] = self._children.get(block.parent, 0) + 1
@@ -372,6 +380,9 @@ class TierCatalog:
         block = self._block[place]
         assert block is not None
         del self._by_name[block.sequence]
+        self._namespaces[block.namespace] -= 1
+        if not self._namespaces[block.namespace]:
+            del self._namespaces[block.namespace]
         self._policy.remove(place, evicted)
         self._events.append(TierRemoved(block, reason))
         if block.parent:
