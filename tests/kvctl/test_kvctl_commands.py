@@ -268,3 +268,46 @@ def test_status_of_a_cluster_that_is_down_ends_with_1(tmp_path: Path) -> None:
     result = kvctl("status", str(file), "--json")
     assert result.exit_code == 1
     assert [node["problem"] for node in json.loads(result.stdout)["nodes"]] == ["does not listen"] * 2
+
+
+LOOPBACK = "http://127.0.0.1:"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (("drain", "FILE", "decode-1"), 1, f"decode-1 at {LOOPBACK}20012: does not listen"),
+        (("drain", "FILE", "nobody"), 1, "there are: gw, decode-1"),
+        (("drain", "FILE", "decode-1", "--rate", "fast"), 1, "is not a size"),
+        (("role", "FILE", "decode-1", "gateway"), 2, "is not one of 'prefill'"),
+        (("role", "FILE", "decode-1", "prefill"), 1, "does not listen"),
+        (("prefix", "lookup", "FILE", "--tokens", "TOKENS"), 1, "gw: does not listen"),
+        (("prefix", "pin", "FILE", "--tokens", "TOKENS", "--name", "x"), 1, "decode-1: does not listen"),
+        (("prefix", "lookup", "FILE"), 1, "give one prompt: --text or --tokens"),
+        (("prefix", "lookup", "FILE", "--tokens", "FILE"), 1, "expected token ids"),
+        (("prefix", "purge", "FILE"), 1, "give one of --tenant, --weights and --all"),
+        (("prefix", "warm", "NODES", "--tokens", "TOKENS"), 1, "has no gateway"),
+        (("prefix", "lookup", "NODES", "--tokens", "TOKENS"), 1, "has no gateway"),
+        (("up", "NOWHERE"), 1, "cannot use the state folder"),
+        (("sim", "--record", "TOKENS/below", "--seconds", "1"), 1, "--record "),
+        (("workload", "chat", "TOKENS/below", "--requests", "1"), 1, "Not a directory"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_done_is_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, told: str
+) -> None:
+    files = {name: tmp_path / f"{name}.toml" for name in ("FILE", "NODES", "NOWHERE")}
+    files["FILE"].write_text(GATEWAY + DECODE)
+    files["NODES"].write_text(DECODE)
+    files["NOWHERE"].write_text('[cluster]\nstate_dir = "TOKENS/state"\n' + GATEWAY + DECODE)
+    (tmp_path / "TOKENS").write_text("1, 2, 3")
+    given = []
+    for word in arguments:
+        name, _, rest = word.partition("/")
+        path = files.get(name) or (tmp_path / name if name == "TOKENS" else None)
+        given.append(word if path is None else str(path / rest if rest else path))
+    result = kvctl(*given)
+    assert result.exit_code == status, result.output
+    assert told in result.stderr.replace("\n", " "), result.stderr
+    assert "Traceback" not in result.output and not isinstance(result.exception, OSError | ValueError)

@@ -24,6 +24,13 @@ class EvictionOrder(Enum):
     ANY = "any"
 
 
+class KVRole(Enum):
+    """Which work a node that holds KV can be given."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 app = typer.Typer(
     name="kvctl",
     help="Run, look at and size a distributed KV cache.",
@@ -165,12 +172,12 @@ def events(file: ConfigFile, json: Json = False) -> int:
 def role(
     file: ConfigFile,
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node.", show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.", show_default=False)],
+    new: Annotated[KVRole, typer.Argument(metavar="ROLE", help="prefill or decode.", show_default=False)],
 ) -> int:
     """Have a node work as a prefill or a decode node from now on, without a restart. Needs an operator's key."""
     from kv_services.kvctl import operate
 
-    return operate.role(file, node, new)
+    return operate.role(file, node, new.value)
 
 
 @app.command()

@@ -15,12 +15,14 @@ from rich.table import Table
 from kv_core.errors import KVError
 from kv_services.config import ClusterConfig, NodeConfig, parse_bytes
 from kv_services.config_file import load_config
+from kv_services.http_body import read_whole
 from kv_services.kvctl.output import console, human_bytes, messages, print_json
-from kv_services.kvctl.status import NodeStatus, ask_all
+from kv_services.kvctl.status import NodeStatus, ask_all, why_silent
 from kv_services.launch.signals import run_until_signal
 from kv_services.status_report import MoveCounts
 
 ASK_TIMEOUT_S: Final = 10.0
+ANSWER_BYTES_MAX: Final = 1 << 20
 POLL_S: Final = 0.5
 SILENT_MAX: Final = 20
 """Answers that a node may owe in a row before it is given up: ten seconds."""
@@ -31,6 +33,13 @@ class OperationRefusedError(KVError):
 
     code = 7060
     template = "{node} refuses: {cause}"
+
+
+class SilentNodeError(KVError):
+    """A node cannot be asked."""
+
+    code = 7062
+    template = "{node} at {url}: {cause}; kvctl status says which processes run"
 
 
 class RateError(KVError):
@@ -170,9 +179,10 @@ async def _post(config: ClusterConfig, node: NodeConfig, path: str, body: bytes)
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.post(f"{node.http_url}{path}", data=body) as response,
         ):
-            raw = await response.content.read(1 << 20)
+            raw = await read_whole(response.content, ANSWER_BYTES_MAX)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise OperationRefusedError(node=node.id, cause=str(error) or type(error).__name__) from error
+        cause = why_silent(error, ASK_TIMEOUT_S)
+        raise SilentNodeError(node=node.id, url=node.http_url, cause=cause) from error
     if response.status != 200:
         try:
             cause = str(msgspec.json.decode(raw, type=dict[str, str])["error"])

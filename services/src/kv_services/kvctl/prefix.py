@@ -19,7 +19,9 @@ from kv_core.errors import KVError
 from kv_services.config import ClusterConfig, NodeConfig, Role
 from kv_services.config_file import load_config
 from kv_services.engine.load import EngineSpec, open_text
+from kv_services.http_body import read_whole
 from kv_services.kvctl.output import console, print_json
+from kv_services.kvctl.status import why_silent
 from kv_services.launch.signals import run_until_signal
 from kv_services.tenants import OPEN_TENANT
 
@@ -79,7 +81,7 @@ def warm(file: Path, prompt: Prompt, name: str, as_json: bool, keep: Keep | None
             body["cache_salt"] = prompt.cache_salt
         if keep is not None:
             body["kv_retention"] = {"ttl_s": keep.ttl_s, "priority": keep.priority}
-        (gateway, *_) = config.by_role(Role.GATEWAY)
+        gateway = _gateway(config)
         answer = await _post(gateway, "/v1/completions", body, tenant.api_keys[0] if tenant else "")
         found: dict[str, Any] = {"cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"]}
         if name:
@@ -180,7 +182,7 @@ def lookup(file: Path, prompt: Prompt, as_json: bool) -> int:
 
     async def run(hurry: asyncio.Event) -> int:
         tokens = _tokens(config, prompt)
-        (gateway, *_) = config.by_role(Role.GATEWAY)
+        gateway = _gateway(config)
         found = await _post(gateway, "/prefix/lookup", _ask(prompt, tokens), _operator(config))
         if as_json:
             print_json(found)
@@ -238,7 +240,9 @@ def _tokens(config: ClusterConfig, prompt: Prompt) -> list[int]:
     assert prompt.tokens is not None
     try:
         with prompt.tokens.open("rb") as stream:
-            raw = stream.read(TOKENS_BYTES_MAX)
+            raw = stream.read(TOKENS_BYTES_MAX + 1)
+        if len(raw) > TOKENS_BYTES_MAX:
+            raise PromptError(cause=f"{prompt.tokens}: more than {TOKENS_BYTES_MAX} bytes")
         return msgspec.json.decode(b"[" + raw.strip().strip(b"[]") + b"]", type=list[int])
     except (OSError, msgspec.MsgspecError) as error:
         raise PromptError(cause=f"{prompt.tokens}: expected token ids, as JSON or with commas: {error}") from None
@@ -268,18 +272,14 @@ async def _ask_nodes(config: ClusterConfig, path: str, ask: dict[str, Any]) -> d
 async def _post(node: NodeConfig, path: str, ask: dict[str, Any], key: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    raw = bytearray()
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.post(f"{node.http_url}{path}", json=ask) as response,
         ):
-            async for piece in response.content.iter_chunked(1 << 16):
-                raw += piece
-                if len(raw) > ANSWER_BYTES_MAX:
-                    raise PrefixRequestError(node=node.id, cause=f"it answers more than {ANSWER_BYTES_MAX} bytes")
+            raw = await read_whole(response.content, ANSWER_BYTES_MAX)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise PrefixRequestError(node=node.id, cause=str(error) or type(error).__name__) from error
+        raise PrefixRequestError(node=node.id, cause=why_silent(error, TIMEOUT_S)) from error
     try:
         answer = json.loads(raw)
     except ValueError:
@@ -289,6 +289,20 @@ async def _post(node: NodeConfig, path: str, ask: dict[str, Any], key: str) -> d
     error_part = answer.get("error") if isinstance(answer, dict) else None
     cause = error_part.get("message") if isinstance(error_part, dict) else error_part
     raise PrefixRequestError(node=node.id, cause=str(cause or f"it answers {response.status} to {path}"))
+
+
+def _gateway(config: ClusterConfig) -> NodeConfig:
+    """The first gateway.
+
+    Raises:
+        PrefixRequestError: the file has none.
+    """
+    gateways = config.by_role(Role.GATEWAY)
+    if not gateways:
+        raise PrefixRequestError(
+            node=config.cluster.name, cause="its cluster file has no gateway, which this is asked of"
+        )
+    return gateways[0]
 
 
 def _operator(config: ClusterConfig) -> str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from rich.progress import Progress
 
@@ -21,6 +21,14 @@ from kv_core.errors import KVError
 from kv_services.kvctl.output import console, messages, print_json
 from kv_services.sim.chaos import KINDS
 from kv_services.sim.world import SimResult, simulate
+
+
+class RecordError(KVError):
+    """The file for `--record` cannot be written."""
+
+    code = 7094
+    template = "--record {path}: {cause}"
+
 
 Outcome = SimResult | str
 GC_THRESHOLD: Final = 50_000
@@ -43,6 +51,9 @@ def run(
         record: a file to which a line of JSON is added for each seed, as soon as it and those before it have ended.
 
     Progress and failures go to standard error. Ctrl-C ends the processes and leaves no file behind.
+
+    Raises:
+        RecordError: the file cannot be opened; nothing was run.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -52,9 +63,9 @@ def run(
     results: list[SimResult] = []
     seeds = range(first_seed, first_seed + num_seeds)
     with ExitStack() as stack:
+        lines = None if record is None else stack.enter_context(_open_record(record))
         outcomes = stack.enter_context(closing(_outcomes(seeds, seconds, num_nodes, kinds or KINDS, jobs)))
         progress = stack.enter_context(Progress(console=messages()))
-        lines = None if record is None else stack.enter_context(record.open("a", buffering=1))
         task = progress.add_task("seeds", total=num_seeds)
         for seed, outcome in zip(seeds, outcomes, strict=True):
             if lines is not None:
@@ -108,6 +119,13 @@ def _outcomes(
                 process.join()
             raise
         pool.shutdown()
+
+
+def _open_record(path: Path) -> TextIO:
+    try:
+        return path.open("a", buffering=1)
+    except OSError as error:
+        raise RecordError(path=str(path), cause=error.strerror or str(error)) from error
 
 
 def _line(seed: int, outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.config_file import load_config
+from kv_services.http_body import read_whole
 from kv_services.kvctl.output import console, messages, print_json
 from kv_services.launch.signals import run_until_signal
 from kv_services.membership.discovery import listed_nodes
@@ -93,14 +94,12 @@ async def ask_all(config: ClusterConfig) -> list[NodeStatus]:
 async def _ask(session: aiohttp.ClientSession, node: NodeConfig) -> NodeStatus:
     try:
         async with session.get(f"{node.http_url}/status") as response:
-            body = await _limited(response.content)
+            body = await read_whole(response.content, STATUS_BYTES_MAX)
             if response.status != 200:
                 return NodeStatus(node, None, f"answers {response.status}")
         report = decode_status(body)
-    except aiohttp.ClientConnectorError:
-        return NodeStatus(node, None, "does not listen")
-    except TimeoutError:
-        return NodeStatus(node, None, f"no answer within {REQUEST_TIMEOUT_S:g} s")
+    except (aiohttp.ClientConnectorError, TimeoutError) as error:
+        return NodeStatus(node, None, why_silent(error, REQUEST_TIMEOUT_S))
     except (aiohttp.ClientError, msgspec.DecodeError) as error:
         return NodeStatus(node, None, f"wrong answer: {error}")
     if report.node != node.id:
@@ -108,13 +107,15 @@ async def _ask(session: aiohttp.ClientSession, node: NodeConfig) -> NodeStatus:
     return NodeStatus(node, report)
 
 
-async def _limited(content: aiohttp.StreamReader) -> bytes:
-    body = bytearray()
-    async for piece in content.iter_chunked(1 << 16):
-        body += piece
-        if len(body) > STATUS_BYTES_MAX:
-            raise aiohttp.ClientPayloadError(f"more than {STATUS_BYTES_MAX} bytes")
-    return bytes(body)
+def why_silent(error: Exception, timeout_s: float) -> str:
+    """Why a process gave no answer, for people."""
+    match error:
+        case aiohttp.ClientConnectorError():
+            return "does not listen"
+        case TimeoutError():
+            return f"no answer within {timeout_s:g} s"
+        case _:
+            return str(error) or type(error).__name__
 
 
 def as_object(config: ClusterConfig, rows: Sequence[NodeStatus]) -> dict[str, object]:

@@ -39,17 +39,24 @@ class AlreadyUpError(LaunchError):
     template = "the cluster of {state_dir} is already up"
 
 
+class StateFolderError(LaunchError):
+    """The folder of keys and lives cannot be used."""
+
+    code = 7125
+    template = "cannot use the state folder {path}: {cause}"
+
+
 def run(file: Path, node_ids: Sequence[str] | None, command: Command = service_command) -> int:
     """Run until a signal comes or every process has ended; 1 if one ended by itself.
 
     Raises:
         ConfigError: the file is wrong, or names no such node.
         AlreadyUpError: another one runs it.
+        StateFolderError: its state cannot be kept where the file says.
         LaunchError: a process did not start.
     """
     config = load_config(file)
     wanted = [config.node(node_id).id for node_id in node_ids or [node.id for node in config.nodes]]
-    config.state_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _only_one(config):
         write_keys(config, wanted)
         return run_until_signal(lambda hurry: _foreground(config, file.absolute(), wanted, command, hurry))
@@ -180,7 +187,12 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 
 @contextlib.contextmanager
 def _only_one(config: ClusterConfig) -> Iterator[None]:
-    lock = os.open(config.state_path / "up.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        config.state_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(config.state_path / "up.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        cause = error.strerror or str(error)
+        raise StateFolderError(path=str(config.state_path), cause=cause) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

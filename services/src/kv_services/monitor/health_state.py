@@ -38,6 +38,8 @@ class HealthSample:
     hit_ratio: float | None = None
     links: tuple[tuple[str, int, int], ...] = ()
     """(peer, transfers, failures among them) of each link, since the process started."""
+    cause: str = ""
+    """Why it is not reachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ class KvCacheHealthMonitor:
             effects.append(AlertCleared(*key))
         return effects
 
+    def forget(self, node_id: NodeId) -> list[HealthEffect]:
+        """A process is no member any more: what was said of it is over."""
+        cleared: list[HealthEffect] = [AlertCleared(*key) for key in self._up if key[0] == node_id]
+        self._up = {key: sentence for key, sentence in self._up.items() if key[0] != node_id}
+        self._windows = {key: window for key, window in self._windows.items() if key[0] != node_id}
+        return cleared
+
     def alerts(self) -> list[str]:
         """What is crossed now, one sentence each."""
         return list(self._up.values())
@@ -124,7 +133,7 @@ class KvCacheHealthMonitor:
     def _crossed(self, sample: HealthSample) -> dict[str, str]:
         node, limits = sample.node_id, self.thresholds
         if not sample.reachable:
-            return {"reachable": f"{node} does not answer"}
+            return {"reachable": f"{node} does not answer" + (f": {sample.cause}" if sample.cause else "")}
         crossed: dict[str, str] = {}
         if sample.transfers >= MIN_EVENTS:
             rate = sample.transfer_failures / sample.transfers

@@ -6,13 +6,22 @@ It is an observer: a cluster runs the same without it, and it learns everything 
 import asyncio
 import html
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import aiohttp
 
 from kv_bus.supervisor import ChildSpec
+from kv_core.ids import NodeId
 from kv_services.config import NodeConfig
-from kv_services.monitor.health_state import AlertCleared, AlertRaised, HealthSample, KvCacheHealthMonitor
+from kv_services.http_body import read_whole
+from kv_services.monitor.health_state import (
+    AlertCleared,
+    AlertRaised,
+    HealthEffect,
+    HealthSample,
+    KvCacheHealthMonitor,
+)
 from kv_services.monitor.sampling import sample_of
 from kv_services.process import Base, keep
 
@@ -43,6 +52,7 @@ class Watch:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while not self._closed.is_set():
                 others = [node for node in self._base.processes() if node.id != self._base.node.id]
+                self._forget_those_gone(others)
                 for sample in await asyncio.gather(*(self._ask(session, node) for node in others)):
                     self._judge(sample)
                 try:
@@ -57,12 +67,19 @@ class Watch:
     async def _ask(self, session: aiohttp.ClientSession, node: NodeConfig) -> HealthSample:
         try:
             async with session.get(f"{node.http_url}/metrics") as response:
-                body = await response.content.read(EXPOSITION_BYTES_MAX)
                 if response.status == 200:
-                    return sample_of(node.node_id, body.decode())
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            pass
-        return HealthSample(node.node_id, reachable=False)
+                    return sample_of(node.node_id, (await read_whole(response.content, EXPOSITION_BYTES_MAX)).decode())
+                cause = f"it answers {response.status}"
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            cause = str(error) or type(error).__name__
+        return HealthSample(node.node_id, reachable=False, cause=cause)
+
+    def _forget_those_gone(self, others: Sequence[NodeConfig]) -> None:
+        """Whoever is no member any more has no alerts: nobody will ask it again."""
+        names = {node.id for node in others}
+        for name in [name for name in self.samples if name not in names]:
+            del self.samples[name]
+            self._tell(self.health.forget(NodeId(name)))
 
     def _judge(self, sample: HealthSample) -> None:
         before = self.samples.get(sample.node_id)
@@ -71,7 +88,10 @@ class Watch:
             # Still starting: silence before the first answer is no fault.
             del self.samples[sample.node_id]
             return
-        for effect in self.health.step(sample):
+        self._tell(self.health.step(sample))
+
+    def _tell(self, effects: Sequence[HealthEffect]) -> None:
+        for effect in effects:
             match effect:
                 case AlertRaised(node_id, threshold, sentence):
                     _log.warning("alert raised node=%s threshold=%s: %s", node_id, threshold, sentence)

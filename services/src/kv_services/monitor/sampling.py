@@ -1,5 +1,7 @@
 """Reads a process's Prometheus exposition into a `HealthSample`: the monitor sees what an operator's tools see."""
 
+import math
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_core.ids import NodeId
@@ -17,6 +19,8 @@ def sample_of(node_id: NodeId, exposition: str) -> HealthSample:
     links: dict[str, tuple[int, int]] = {}
     for family in text_string_to_metric_families(exposition):
         for one in family.samples:
+            if not math.isfinite(one.value):
+                raise ValueError(f"{one.name} is {one.value}")
             if one.name == "kv_replication_lag_versions" and one.value > lag:
                 lag, origin = one.value, one.labels.get("origin", "")
             elif one.name == "kv_transfer_failures_total":
@@ -24,9 +28,9 @@ def sample_of(node_id: NodeId, exposition: str) -> HealthSample:
             elif one.name == "kv_transfer_seconds_count":
                 transfers += one.value
             elif one.name == "kv_link_transfers_total":
-                count, bad = links.get(one.labels["peer"], (0, 0))
-                failed = one.labels["outcome"] == "failed"
-                links[one.labels["peer"]] = (count + int(one.value), bad + int(one.value) * failed)
+                peer, failed = one.labels.get("peer", ""), one.labels.get("outcome") == "failed"
+                count, bad = links.get(peer, (0, 0))
+                links[peer] = (count + int(one.value), bad + int(one.value) * failed)
             elif one.name == "kv_prefix_tokens_total":
                 asked += one.value
             elif not one.labels:
