@@ -71,6 +71,12 @@ class SystemDisk:
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(path)
+        # A name is durable only with its folder: without this a loss of power may bring the former content back.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 class LifeFile:

@@ -16,7 +16,7 @@ from typing import Final
 
 import uvloop
 
-from kv_bus.errors import ChildGaveUp
+from kv_bus.errors import AllowListError, ChildGaveUp, KeyFileError
 from kv_bus.interface import Bus, PeerAddress, Stamper
 from kv_bus.keys import AllowListFile, load_key_pair
 from kv_bus.lag import LoopLagProbe
@@ -294,29 +294,42 @@ def assemble_base(
 Build = Callable[[Base], Sequence[ChildSpec]]
 
 
+Live = Callable[[asyncio.Event], Awaitable[int | None]]
+"""Lives one life until it ends or the event is set; gives the exit status, or None when another life must follow."""
+
+
 def run(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
     """Run one process until it is told to stop; its exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            while True:
-                status = runner.run(_live(config, node, build))
-                if status is not None:
-                    return status
-                # Silent for too long, or cut off: what this life held is void, a new one begins from nothing.
-                _log.warning("%s begins a new life", node.id)
+            return runner.run(live_on(node.id, lambda stop: _live(config, node, build, stop)))
+    except (KeyFileError, AllowListError) as error:
+        _log.error("%s cannot run: %s (kvctl keys init FILE makes what is missing)", node.id, error)
     except KVError as error:
         _log.error("%s cannot run: %s", node.id, error)
-        return 1
+    return 1
 
 
-async def _live(config: ClusterConfig, node: NodeConfig, build: Build) -> int | None:
-    """One life: its exit status, or None when the cluster declared it over."""
+async def live_on(name: str, live: Live) -> int:
+    """One life after the other, until one ends with an exit status; none begins after the process was told to stop."""
+    stop = asyncio.Event()
+    while (status := await live(stop)) is None:
+        if stop.is_set():
+            return 0
+        # Silent for too long, or cut off: what this life held is void, a new one begins from nothing.
+        _log.warning("%s begins a new life", name)
+    return status
+
+
+async def _live(config: ClusterConfig, node: NodeConfig, build: Build, stop: asyncio.Event) -> int | None:
+    """One life: its exit status, or None when the cluster declared it over. Signals set `stop` from its start on."""
     base = build_base(config, node)
     await wait_out(base.clock_floor_ns, base.clock)
+    if stop.is_set():
+        return 0
     supervisor = Supervisor(node.id, [*base.children(), *build(base)], clock=base.clock)
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     waiting = loop.create_task(stop.wait())
@@ -352,7 +365,7 @@ def set_up_logging(level: str) -> None:
         stream=sys.stderr,
         level=level.upper(),
         format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s %(message)s",
-        datefmt="%H:%M:%S",
+        datefmt="%Y-%m-%d %H:%M:%S",
     )
 
 
