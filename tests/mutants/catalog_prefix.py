@@ -58,7 +58,7 @@ PREFIX: Final = (
     Mutant(
         "quota: a growing answer takes other tenants' slots",
         "kv_services.node.decode_state",
-        "victims = [s for s in victims if self._same_account(s, seq.namespace.digest)]",
+        "victims = [s for s in victims if self._memory.same_account(s, seq.namespace.digest)]",
         "pass",
         (_SHARE,),
     ),

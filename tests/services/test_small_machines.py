@@ -1,6 +1,8 @@
 """The small parts of the services that decide: fences, pull costs, placement by load, life files."""
 
 import asyncio
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def holder(node: NodeId, num_blocks: int) -> HolderMatch:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=40))
 def test_a_fence_refuses_what_ended_and_nothing_else(ends: list[tuple[str, int]]) -> None:
-    fence, highest = EpochFence(), dict.fromkeys("abc", 0)
+    fence, highest = EpochFence(NodeId("n")), dict.fromkeys("abc", 0)
     for name, epoch in ends:
         fence.end(RequestId(name), epoch)
         highest[name] = max(highest[name], epoch)
@@ -43,7 +45,7 @@ def test_a_fence_refuses_what_ended_and_nothing_else(ends: list[tuple[str, int]]
 
 
 def test_the_oldest_fences_are_forgotten_first() -> None:
-    fence = EpochFence(fences_max=2)
+    fence = EpochFence(NodeId("n"), fences_max=2)
     for name in ("a", "b", "a", "c"):
         fence.end(RequestId(name), 1)
     assert [fence.known(RequestId(name)) for name in "abc"] == [1, 0, 1]
@@ -88,6 +90,25 @@ def test_the_clock_bound_survives_and_never_falls(tmp_path: Path) -> None:
     life.keep_clock_bound(50)
     life.keep_clock_bound(20)
     assert LifeFile(tmp_path, "n").begin(clock).clock_bound_ns == 50
+
+
+def test_a_life_file_is_durable_by_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of power a rename that was not synced is undone, and with it the bound that stamps went by."""
+    done: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("name")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    LifeFile(tmp_path / "lives", "n").begin(ManualClock())
+    assert done == ["file", "name", "folder"]
 
 
 def test_a_damaged_life_file_says_which_and_what_to_do(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
-"""One request on a decode node: its tokens, its block table and what is busy with its memory."""
+"""One request on a decode node: its answer, its block table and what is busy with its memory."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_core.block import BlockRef
 from kv_core.hashing import BlockHash, HashChain
-from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_prefix.pins import Receipt
 from kv_services.engine.interface import Parked
-from kv_services.messages import OutputToken, Sampling
+from kv_services.messages import OutputToken
+from kv_services.node.answer import Answer
 
 
 class SeqState(Enum):
@@ -23,13 +23,11 @@ class SeqState(Enum):
     CLOSING = "closing"
 
 
-@dataclass(slots=True)
-class DecodeSequence:
+@dataclass(slots=True, kw_only=True)
+class DecodeSequence(Answer):
     """One request on a decode node.
 
     Attributes:
-        tokens: prompt, what the client had at the start, and what was decoded here.
-        num_given: how many of `tokens` came with the request.
         order: admission order; the youngest is preempted first.
         table: receipt of the block table; None while nothing is held.
         stored: KV of `tokens[:stored]` is in the blocks.
@@ -38,15 +36,7 @@ class DecodeSequence:
         held: a token that was sampled before the hand-over's checksum was compared; shown only after it was.
     """
 
-    request_id: RequestId
-    epoch: int
-    gateway: NodeId
     namespace: Namespace
-    tokens: list[int]
-    num_given: int
-    num_confirmed: int
-    sampling: Sampling
-    deadline_ns: int
     order: int
     compute_locally: bool
     state: SeqState = SeqState.WAITING
@@ -63,7 +53,6 @@ class DecodeSequence:
     computing: bool = False
     held: OutputToken | None = None
     ended: bool = False
-    answered: bool = False
     _chain: HashChain | None = None
 
     @property
@@ -71,20 +60,9 @@ class DecodeSequence:
         """Whether somebody may still read or write the blocks: they must not be given back yet."""
         return self.stepping or self.computing or self.inbound_open
 
-    @property
-    def num_produced(self) -> int:
-        """Tokens decoded here."""
-        return len(self.tokens) - self.num_given
-
     def hash_blocks(self) -> list[BlockHash]:
         """Hashes of all full blocks of `tokens`, extended as the sequence grows."""
         if self._chain is None:
             self._chain = HashChain(self.namespace)
         self.hashes += self._chain.extend(self.tokens[self._chain.num_tokens :])
         return self.hashes
-
-    def finish_reason(self, token_id: int) -> str | None:
-        """Why the answer is complete with this token, if it is."""
-        if token_id in self.sampling.stop_token_ids:
-            return "stop"
-        return "length" if self.num_produced >= self.sampling.max_tokens else None

@@ -1,7 +1,7 @@
 """Decides what a decode node does next: whom to admit, whom to step, whom to preempt, what to tell whom.
 
-Owns the block tables of its requests in the pool. Knows no bus, no transfer, no thread and no clock: time arrives in
-events, and memory that somebody may still touch is given back only after the event that says he is done.
+Owns the block tables of its requests, by `decode_memory`. Knows no bus, no transfer, no thread and no clock: time
+arrives in events, and memory that somebody may still touch is given back only after the event that says he is done.
 
 D1: nobody waits while holding: a waiting or preempted request has no slots.
 D2: blocks are given back only when no step, no computation and no open hand-over can touch them.
@@ -20,7 +20,6 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, TenantQuotaError
 from kv_services.engine.interface import Parked
 from kv_services.errors import (
-    EpochFencedError,
     NodeDrainingError,
     NodeOverloadedError,
     RequestExpiredError,
@@ -57,6 +56,7 @@ from kv_services.node.decode_events import (
     StepOutcome,
     TimePassed,
 )
+from kv_services.node.decode_memory import DecodeMemory
 from kv_services.node.decode_sequence import DecodeSequence, SeqState
 from kv_services.node.fence import EpochFence
 
@@ -77,12 +77,11 @@ class DecodeMachine:
         self, node_id: NodeId, pool: BlockPool, *, block_size: int, num_slots: int, max_batch: int, max_waiting: int
     ) -> None:
         self._node_id = node_id
-        self._pool = pool
-        self._block_size = block_size
+        self._memory = DecodeMemory(pool, block_size)
         self._num_slots = num_slots
         self._max_batch = max_batch
         self._max_waiting = max_waiting
-        self._fence = EpochFence()
+        self._fence = EpochFence(node_id)
         self._sequences: dict[RequestId, DecodeSequence] = {}
         self._closing: dict[tuple[RequestId, int], DecodeSequence] = {}
         self._waiting: deque[DecodeSequence] = deque()
@@ -118,9 +117,7 @@ class DecodeMachine:
             assert without == (seq.table is None), seq
             assert not (without and seq.busy), seq
             assert seq.stored < len(seq.tokens), seq
-            if seq.table is not None:
-                assert tuple(seq.refs) == self._pool.refs(seq.table), seq
-                assert len(seq.refs) * self._block_size >= seq.stored, seq
+            self._memory.check(seq)
         for seq in self._closing.values():
             assert seq.busy and seq.table is not None, seq
         assert self._step_running == any(seq.stepping for seq in (*self._sequences.values(), *self._closing.values()))
@@ -164,10 +161,8 @@ class DecodeMachine:
     def _reserve_asked(self, event: ReserveAsked) -> list[DecodeEffect]:
         request_id, epoch = event.request_id, event.epoch
         live = self._sequences.get(request_id)
-        known = max(self._fence.known(request_id), live.epoch if live else 0)
-        if epoch <= known:
-            error = EpochFencedError(request_id=request_id, epoch=epoch, node=self._node_id, known=known)
-            return [RefuseReserve(request_id, epoch, error)]
+        if late := self._fence.late(request_id, epoch, live.epoch if live else 0):
+            return [RefuseReserve(request_id, epoch, late)]
         effects = self._close(live) if live else []
         refusal = self._refusal(event)
         if refusal is not None:
@@ -192,7 +187,7 @@ class DecodeMachine:
         return effects
 
     def _refusal(self, event: ReserveAsked) -> KVError | None:
-        need = self._blocks_for(len(event.tokens) + event.sampling.max_tokens - 1)
+        need = self._memory.blocks_for(len(event.tokens) + event.sampling.max_tokens - 1)
         if need > self._num_slots:
             return RequestTooLargeError(
                 request_id=event.request_id, need=need, node=self._node_id, total=self._num_slots
@@ -225,15 +220,12 @@ class DecodeMachine:
     def _open(self, seq: DecodeSequence) -> list[DecodeEffect] | None:
         """Open its table on what the pool has; None when there is no room."""
         resumed = seq.state is SeqState.PREEMPTED
-        hashes = seq.hash_blocks()
-        match = self._pool.match(seq.namespace.digest, hashes, seq.tokens)
-        num_matched = len(match.refs)
-        num_blocks = self._blocks_for(len(seq.tokens))
-        num_new = num_blocks - num_matched
-        if not self._leaves_headroom(num_blocks):
+        match = self._memory.match(seq)
+        growing = sum(1 for other in self._sequences.values() if other.table is not None)
+        if not self._memory.has_room(self._memory.blocks_for(len(seq.tokens)), growing):
             return None
         try:
-            opened = self._pool.open(seq.request_id, match, num_new, use_partial=False)
+            fresh = self._memory.open(seq, match)
         except TenantQuotaError as error:
             # Nobody waits behind a tenant that has its share; what is being answered waits for its own others only.
             waits = resumed and self._runs_with(seq.namespace.digest)
@@ -242,11 +234,9 @@ class DecodeMachine:
             return None
         if not resumed:
             self._waiting.popleft()
-            seq.cached_tokens = opened.num_matched_tokens
-        seq.table, seq.refs = opened.table, list(opened.refs)
-        seq.stored, seq.committed = opened.num_matched_tokens, num_matched
+            seq.cached_tokens = seq.stored
         seq.parked, seq.layers_ready = None, 0
-        return [PrepareSlots(tuple(seq.refs[num_matched:])), *self._begin(seq, num_matched, resumed=resumed)]
+        return [PrepareSlots(fresh), *self._begin(seq, len(match.refs), resumed=resumed)]
 
     def _begin(self, seq: DecodeSequence, num_matched: int, *, resumed: bool) -> list[DecodeEffect]:
         """Get the KV that is missing, if any."""
@@ -260,15 +250,9 @@ class DecodeMachine:
             compute = StartCompute(seq.request_id, seq.epoch, tuple(seq.tokens), seq.stored, stop, slots)
             return [*self._answer(seq), compute]
         seq.state, seq.inbound_open, seq.answered = SeqState.ARRIVING, True, True
-        last = self._blocks_for(len(seq.tokens) - 1)
+        last = self._memory.blocks_for(len(seq.tokens) - 1)
         refs = tuple(seq.refs[num_matched:last])
         return [OpenInbound(seq.request_id, seq.epoch, refs, num_matched, seq.cached_tokens)]
-
-    def _leaves_headroom(self, num_blocks: int) -> bool:
-        """Whether each running request could still grow by a block: else the newcomer would be preempted at once."""
-        growing = sum(1 for seq in self._sequences.values() if seq.table is not None)
-        stats = self._pool.stats()
-        return growing == 0 or stats.free + stats.cached >= num_blocks + growing
 
     def _answer(self, seq: DecodeSequence) -> list[DecodeEffect]:
         if seq.answered:
@@ -290,7 +274,7 @@ class DecodeMachine:
             token, seq.held = seq.held, None
             effects += self._took(seq, token)
         elif not seq.stepping:
-            self._commit(seq)
+            self._memory.commit(seq)
         return effects
 
     def _computed(self, request_id: RequestId, epoch: int, error: KVError | None) -> list[DecodeEffect]:
@@ -299,7 +283,7 @@ class DecodeMachine:
             return self._memory_idle(request_id, epoch, "compute", error)
         seq.computing, seq.state = False, SeqState.READY
         seq.stored = len(seq.tokens) - 1
-        self._commit(seq)
+        self._memory.commit(seq)
         return [RegisterLength(request_id, epoch, seq.stored)]
 
     def _step_finished(self, outcomes: Sequence[StepOutcome]) -> list[DecodeEffect]:
@@ -317,7 +301,7 @@ class DecodeMachine:
                 case Parked() as parked:
                     seq.parked = parked
                     if not seq.inbound_open:
-                        self._commit(seq)
+                        self._memory.commit(seq)
                 case OutputToken() as token:
                     seq.parked = None
                     if seq.inbound_open:
@@ -332,12 +316,11 @@ class DecodeMachine:
         """A verified token: KV of its predecessor is stored, and the client may see it."""
         seq.stored = len(seq.tokens)
         seq.tokens.append(token.token_id)
-        self._commit(seq)
-        index = seq.num_confirmed + seq.num_produced - 1
+        self._memory.commit(seq)
         finish = seq.finish_reason(token.token_id)
         effects: list[DecodeEffect] = [
             RegisterLength(seq.request_id, seq.epoch, seq.stored),
-            SendTokens(seq.request_id, seq.epoch, seq.gateway, index, (token,), finish),
+            SendTokens(seq.request_id, seq.epoch, seq.gateway, seq.newest_index, (token,), finish),
         ]
         if finish is not None:
             effects += self._close(seq)
@@ -368,8 +351,7 @@ class DecodeMachine:
         effects: list[DecodeEffect] = []
         if not seq.answered:
             seq.answered = True
-            error = EpochFencedError(request_id=request_id, epoch=epoch, node=self._node_id, known=epoch)
-            effects.append(RefuseReserve(request_id, epoch, error))
+            effects.append(RefuseReserve(request_id, epoch, self._fence.ended(request_id, epoch)))
         if seq.state is SeqState.WAITING:
             self._waiting.remove(seq)
         seq.ended = True
@@ -379,7 +361,7 @@ class DecodeMachine:
             seq.state = SeqState.CLOSING
             self._closing[request_id, epoch] = seq
         else:
-            self._release(seq)
+            self._memory.release(seq)
         return [*effects, Retire(request_id, epoch)]
 
     def _memory_idle(self, request_id: RequestId, epoch: int, who: str, error: KVError | None) -> list[DecodeEffect]:
@@ -400,26 +382,8 @@ class DecodeMachine:
             return self._give_up(live, reason, may_retry=error is not None)
         if not seq.busy:
             del self._closing[request_id, epoch]
-            self._release(seq)
+            self._memory.release(seq)
         return []
-
-    def _release(self, seq: DecodeSequence) -> None:
-        if seq.table is not None:
-            self._pool.release(seq.table)
-            seq.table, seq.refs = None, []
-
-    def _commit(self, seq: DecodeSequence) -> None:
-        """Make full blocks findable. Only between steps: a block held already takes the place of the own one."""
-        hashes = seq.hash_blocks()
-        full = seq.stored // self._block_size
-        if seq.table is None or full <= seq.committed:
-            return
-        first, size = seq.committed, self._block_size
-        tokens = seq.tokens[: full * size]
-        seq.refs[first:full] = self._pool.commit(
-            seq.table, seq.namespace.digest, first, hashes[first:full], tokens[first * size :]
-        )
-        seq.committed = full
 
     def _start_step(self) -> list[DecodeEffect]:
         if self._step_running:
@@ -468,33 +432,25 @@ class DecodeMachine:
     def _make_room(self, seq: DecodeSequence) -> list[DecodeEffect]:
         """See that the block of the next position exists, taking slots back from the youngest if need be."""
         effects: list[DecodeEffect] = []
-        while seq.table is not None and len(seq.refs) * self._block_size < len(seq.tokens):
+        while self._memory.lacks_block(seq):
             try:
-                fresh = self._pool.append(seq.table)
-                seq.refs += fresh
-                effects.append(PrepareSlots(fresh))
+                effects.append(PrepareSlots(self._memory.grow(seq)))
             except NoSpaceError as error:
                 victims = [s for s in self._sequences.values() if s.state is SeqState.READY and not s.busy]
                 if isinstance(error, TenantQuotaError):
                     # Others' blocks are of no use to a tenant that has its share.
-                    victims = [s for s in victims if self._same_account(s, seq.namespace.digest)]
+                    victims = [s for s in victims if self._memory.same_account(s, seq.namespace.digest)]
                 effects += self._preempt(max(victims, key=lambda s: s.order))
         return effects
 
     def _runs_with(self, namespace: bytes) -> bool:
         """Whether a request of the same tenant holds slots."""
-        return any(s.table is not None and self._same_account(s, namespace) for s in self._sequences.values())
-
-    def _same_account(self, seq: DecodeSequence, namespace: bytes) -> bool:
-        return self._pool.account(seq.namespace.digest) == self._pool.account(namespace)
+        return any(s.table is not None and self._memory.same_account(s, namespace) for s in self._sequences.values())
 
     def _preempt(self, seq: DecodeSequence) -> list[DecodeEffect]:
-        self._release(seq)
+        self._memory.release(seq)
         seq.state, seq.parked, seq.stored, seq.committed = SeqState.PREEMPTED, None, 0, 0
         return [NotePreempted(seq.request_id, seq.epoch)]
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
 
     def _expired(self, seq: DecodeSequence) -> KVError:
         return RequestExpiredError(request_id=seq.request_id, node=self._node_id, state=seq.state.value)

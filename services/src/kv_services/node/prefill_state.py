@@ -24,7 +24,6 @@ from kv_prefix.errors import NoSpaceError, TenantQuotaError
 from kv_prefix.in_flight import Wait
 from kv_prefix.pool_types import PoolMatch
 from kv_services.errors import (
-    EpochFencedError,
     NodeDrainingError,
     NodeOverloadedError,
     PeerDiedError,
@@ -105,7 +104,7 @@ class PrefillMachine:
         self._plan_wait = plan_wait
         # The time of the last event that had one: a wait is judged by it, so at most a tick late.
         self._now_ns = 0
-        self._fence = EpochFence()
+        self._fence = EpochFence(node_id)
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._closing: dict[tuple[RequestId, int], PrefillJob] = {}
         self._waiting: deque[PrefillJob] = deque()
@@ -203,10 +202,8 @@ class PrefillMachine:
     def _asked(self, event: PrefillAsked) -> list[PrefillEffect]:
         request_id, epoch = event.request_id, event.epoch
         live = self._jobs.get(request_id)
-        known = max(self._fence.known(request_id), live.epoch if live else 0)
-        if epoch <= known:
-            error = EpochFencedError(request_id=request_id, epoch=epoch, node=self._node_id, known=known)
-            return [ReplyFailed(request_id, epoch, error)]
+        if late := self._fence.late(request_id, epoch, live.epoch if live else 0):
+            return [ReplyFailed(request_id, epoch, late)]
         effects: list[PrefillEffect] = []
         if live is not None:
             effects += self._fail(live, RequestEndedError(request_id=request_id, cause=f"epoch {epoch} began"))

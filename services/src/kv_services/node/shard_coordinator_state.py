@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from kv_core.errors import KVError, RetryableError
 from kv_core.ids import NodeId, RequestId
 from kv_core.sharding import InvalidPlanError, Placement
-from kv_services.errors import EpochFencedError, NodeDrainingError, NodeOverloadedError, RequestExpiredError
+from kv_services.errors import NodeDrainingError, NodeOverloadedError, RequestExpiredError
 from kv_services.messages import OutputToken, Sampling
+from kv_services.node.answer import Answer
 from kv_services.node.decode_events import (
     DrainBegan,
     DrainEnded,
@@ -159,8 +160,8 @@ CoordinatorEffect = (
 )
 
 
-@dataclass(slots=True)
-class ShardedSequence:
+@dataclass(slots=True, kw_only=True)
+class ShardedSequence(Answer):
     """One sharded request at its coordinator.
 
     Attributes:
@@ -171,18 +172,9 @@ class ShardedSequence:
         step: the stage under way.
     """
 
-    request_id: RequestId
-    epoch: int
-    gateway: NodeId
-    tokens: list[int]
-    num_given: int
-    num_confirmed: int
-    sampling: Sampling
-    deadline_ns: int
     pieces: tuple[Placement, ...]
     steps: tuple[Stage, ...]
     opening: dict[NodeId, None] = field(default_factory=dict)
-    answered: bool = False
     stored: int = 0
     stop: int = 0
     step: int = 0
@@ -191,17 +183,6 @@ class ShardedSequence:
     def decoding(self) -> bool:
         """Whether the pass under way is of the newest token."""
         return self.stop == len(self.tokens)
-
-    @property
-    def num_produced(self) -> int:
-        """Tokens decoded here."""
-        return len(self.tokens) - self.num_given
-
-    def finish_reason(self, token_id: int) -> str | None:
-        """Why the answer is complete with this token, if it is."""
-        if token_id in self.sampling.stop_token_ids:
-            return "stop"
-        return "length" if self.num_produced >= self.sampling.max_tokens else None
 
 
 class ShardCoordinatorMachine:
@@ -220,7 +201,7 @@ class ShardCoordinatorMachine:
         self._node_id = node_id
         self._num_layers, self._block_size = num_layers, block_size
         self._pass_tokens, self._max_requests = pass_tokens, max_requests
-        self._fence = EpochFence()
+        self._fence = EpochFence(node_id)
         self._sequences: dict[RequestId, ShardedSequence] = {}
         self.draining = False
 
@@ -275,10 +256,8 @@ class ShardCoordinatorMachine:
     def _reserve_asked(self, event: ShardedReserveAsked) -> list[CoordinatorEffect]:
         request_id, epoch = event.request_id, event.epoch
         live = self._sequences.get(request_id)
-        known = max(self._fence.known(request_id), live.epoch if live else 0)
-        if epoch <= known:
-            error = EpochFencedError(request_id=request_id, epoch=epoch, node=self._node_id, known=known)
-            return [RefuseReserve(request_id, epoch, error)]
+        if late := self._fence.late(request_id, epoch, live.epoch if live else 0):
+            return [RefuseReserve(request_id, epoch, late)]
         effects = self._close(live, "a newer epoch") if live else []
         try:
             steps = self._admit(event)
@@ -366,9 +345,8 @@ class ShardCoordinatorMachine:
     def _took(self, seq: ShardedSequence, token: OutputToken) -> list[CoordinatorEffect]:
         seq.stored = len(seq.tokens)
         seq.tokens.append(token.token_id)
-        index = seq.num_confirmed + seq.num_produced - 1
         finish = seq.finish_reason(token.token_id)
-        tell = SendTokens(seq.request_id, seq.epoch, seq.gateway, index, (token,), finish)
+        tell = SendTokens(seq.request_id, seq.epoch, seq.gateway, seq.newest_index, (token,), finish)
         return [tell, *(self._next_pass(seq) if finish is None else self._close(seq, finish))]
 
     def _end_asked(self, request_id: RequestId, epoch: int, cause: str) -> list[CoordinatorEffect]:
@@ -405,9 +383,7 @@ class ShardCoordinatorMachine:
         effects += [ClosePiece(seq.request_id, seq.epoch, piece.node, cause) for piece in seq.pieces]
         if not seq.answered:
             seq.answered = True
-            error = EpochFencedError(
-                request_id=seq.request_id, epoch=seq.epoch, node=self._node_id, known=self._fence.known(seq.request_id)
-            )
+            error = self._fence.ended(seq.request_id, seq.epoch)
             effects.append(RefuseReserve(seq.request_id, seq.epoch, error))
         return effects
 

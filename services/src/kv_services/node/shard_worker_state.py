@@ -19,7 +19,7 @@ from kv_core.sharding import Placement
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError
 from kv_prefix.pins import Receipt
-from kv_services.errors import EpochFencedError, NodeDrainingError, NodeOverloadedError, UnknownRequestError
+from kv_services.errors import NodeDrainingError, NodeOverloadedError, UnknownRequestError
 from kv_services.node.decode_events import DrainBegan, DrainEnded, PrepareSlots, TimePassed
 from kv_services.node.fence import EpochFence
 from kv_services.sharded.errors import ShardOrderError
@@ -171,7 +171,7 @@ class ShardWorkerMachine:
     def __init__(self, node_id: NodeId, pool: BlockPool, *, num_layers: int, block_size: int, max_shards: int) -> None:
         self._node_id, self._pool = node_id, pool
         self._num_layers, self._block_size, self._max_shards = num_layers, block_size, max_shards
-        self._fence = EpochFence()
+        self._fence = EpochFence(node_id)
         self._shards: dict[RequestId, Shard] = {}
         self._closing: dict[tuple[RequestId, int], Shard] = {}
         self._parked: dict[RequestId, OpenAsked] = {}
@@ -225,10 +225,8 @@ class ShardWorkerMachine:
     def _open_asked(self, event: OpenAsked) -> list[WorkerEffect]:
         request_id, epoch, piece = event.request_id, event.epoch, event.piece
         live, parked = self._shards.get(request_id), self._parked.get(request_id)
-        known = max(self._fence.known(request_id), live.epoch if live else 0, parked.epoch if parked else 0)
-        if epoch <= known:
-            error = EpochFencedError(request_id=request_id, epoch=epoch, node=self._node_id, known=known)
-            return [RefuseAsk(event.ask, error)]
+        if late := self._fence.late(request_id, epoch, max(one.epoch if one else 0 for one in (live, parked))):
+            return [RefuseAsk(event.ask, late)]
         effects = self._end(request_id, epoch - 1)
         if not self._fits(piece):
             return [*effects, RefuseAsk(event.ask, RemoteProtocolError(detail=f"{piece} is no piece"))]
@@ -322,10 +320,7 @@ class ShardWorkerMachine:
                 self._pool.release(shard.table)
         if parked is not None and parked.epoch <= epoch:
             del self._parked[request_id]
-            error = EpochFencedError(
-                request_id=request_id, epoch=parked.epoch, node=self._node_id, known=self._fence.known(request_id)
-            )
-            return [RefuseAsk(parked.ask, error)]
+            return [RefuseAsk(parked.ask, self._fence.ended(request_id, parked.epoch))]
         return []
 
     def _fits(self, piece: Placement) -> bool:
