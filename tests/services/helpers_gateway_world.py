@@ -77,6 +77,7 @@ class Node:
     def __init__(self, world: "World", name: NodeId, role: Role) -> None:
         self.name = name
         self.asked: list[str] = []
+        self.towards: list[str] = []
         self.ended: list[str] = []
         self.refusal: KVError | None = None
         self.fails_towards: NodeId | None = None
@@ -116,8 +117,9 @@ class Node:
         self.asked.append(message.request_id)
         if self.refusal is not None:
             raise self.refusal
+        self.towards.append(message.decode_node)
         if message.decode_node == self.fails_towards:
-            raise ConnectionLost(peer=message.decode_node, reason="reset")
+            raise ConnectionLost(peer=message.decode_node, transport="tcp", cause="reset")
         self.hand_over(message)
         return PrefillDone(message.request_id, message.epoch, 0, 0, 1, 1, 0, 1, 0, "shm", 1, 0, 1)
 

@@ -6,20 +6,22 @@ from typing import TypeVar
 
 import pytest
 
-from kv_bus.errors import HandlerFailed
-from kv_consistency.errors import StaleReplicaError
+from kv_bus.errors import BusTimeout, HandlerFailed
+from kv_consistency.errors import HolderLostError, ReplicaFencedError, StaleReplicaError
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_core.testing import LoopClock, run_virtual
-from kv_services.errors import NodeOverloadedError
-from kv_services.gateway.errors import GatewayError, NoNodesError
+from kv_services.errors import NodeOverloadedError, RequestExpiredError, RequestTooLargeError, UnknownRequestError
+from kv_services.gateway.errors import GatewayError, NoNodesError, fault_of
+from kv_services.gateway.process import register_faults
 from kv_services.gateway.request_actor import RequestActor
+from kv_transport.errors import ConnectionLost
 from tests.services.helpers_gateway_world import BUS, Answer, World
 
 T = TypeVar("T")
 D1, D2, P1, P2 = (NodeId(name) for name in ("decode-1", "decode-2", "prefill-1", "prefill-2"))
 DEAD_S = BUS.dead_after_ms / 1000
-BROKEN = HandlerFailed(peer="decode-1", detail="it is broken")
+BROKEN = HandlerFailed(node="decode-1", message="reserve_decode", exception="OSError")
 
 
 def in_world(scenario: Callable[[World], Awaitable[T]], prefill: int = 0, decode: int = 2) -> T:
@@ -171,6 +173,7 @@ def test_a_link_over_which_hand_overs_fail_is_avoided_and_its_two_nodes_are_not(
         for _ in range(40):
             assert (await world.ask()).tokens == [7]
         assert world.noted("link_opened") == ["prefill-1>decode-1"]
+        assert world.nodes[P1].towards.count(D1) == 3, "three failures open the link"
         asked = {name: len(node.asked) for name, node in world.nodes.items()}
         for _ in range(12):
             assert (await world.ask()).tokens == [7]
@@ -189,6 +192,38 @@ def test_a_gateway_that_cannot_own_a_request_says_so_and_keeps_nothing() -> None
 
     answer, still_open = in_world(scenario)
     assert isinstance(answer.error, StaleReplicaError) and answer.at_s < 1.0 and still_open == 0
+
+
+def test_an_attempt_that_follows_what_is_lost_is_made_again() -> None:
+    async def scenario(world: World) -> Answer:
+        await world.start()
+        world.nodes[D1].refusal = HolderLostError(what="an update this read follows", holders="decode-2/1")
+        return await world.ask()
+
+    assert in_world(scenario).tokens == [7]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after_s"),
+    [
+        (HandlerFailed(node="decode-1", message="reserve_decode", exception="OSError"), 503, 1),
+        (BusTimeout(node="decode-1", message="reserve_decode", timeout_ms=1), 503, 1),
+        (ConnectionLost(peer="decode-1", transport="tcp", cause="reset"), 503, 1),
+        (UnknownRequestError(node="decode-1", request_id="r", epoch=1), 503, 1),
+        (HolderLostError(what="an update", holders="gateway/1"), 503, 1),
+        (ReplicaFencedError(node="gateway", seen=2), 503, 1),
+        (NodeOverloadedError(node="decode-1", waiting=1, limit=1), 429, 1),
+        (RequestExpiredError(request_id="r", node="decode-1", state="waiting"), 504, None),
+        (RequestTooLargeError(request_id="r", need=2, node="decode-1", total=1), 400, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, KVError) else "",
+)
+def test_no_failure_between_processes_is_told_as_an_internal_error(
+    error: KVError, status: int, retry_after_s: int | None
+) -> None:
+    register_faults()
+    fault = fault_of(error)
+    assert (fault.status, fault.retry_after_s) == (status, retry_after_s) and fault.code != "internal_error"
 
 
 def test_a_bug_in_a_request_ends_that_request_with_an_error_and_its_nodes_are_told(

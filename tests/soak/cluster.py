@@ -45,7 +45,8 @@ class Network:
         for pair, conditions in self.bus.items():
             if node in pair:
                 conditions.cut = cut
-        self.data[node].cut = cut
+        if node in self.data:
+            self.data[node].cut = cut
 
 
 @dataclass

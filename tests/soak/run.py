@@ -41,7 +41,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         load = Load(it.fabric, plan.clients, plan.count)
         applied: Counter[str] = Counter()
         skipped: Counter[str] = Counter()
-        faults = schedule(plan.seed, plan.seconds, it.fabric.kv_nodes, plan.gap_s)
+        faults = schedule(plan.seed, plan.seconds, it.fabric.kv_nodes, ["gateway"], plan.gap_s)
         clock = SystemClock()
         began_ns = clock.monotonic_ns()
         random = Random(f"{plan.seed}/faults")

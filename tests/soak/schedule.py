@@ -17,6 +17,9 @@ KINDS = (
 )
 """`pause` is shorter than what makes a node dead, `freeze` longer."""
 
+OF_ANY_PROCESS = ("kill", "pause", "freeze", "restart", "partition")
+"""What a process that holds no KV can meet too."""
+
 HOLD_S = {"kill": 1.0, "pause": 0.7, "freeze": 4.5, "restart": 0.2, "partition": 2.5, "slow link": 2.5}
 HOLD_OTHERS_S = 1.5
 
@@ -31,7 +34,7 @@ class Fault:
     hold_s: float
 
 
-def schedule(seed: int, seconds: float, victims: Sequence[str], gap_s: float) -> list[Fault]:
+def schedule(seed: int, seconds: float, nodes: Sequence[str], gateways: Sequence[str], gap_s: float) -> list[Fault]:
     """Rounds of every kind in an order of their own, one fault after the other, until the time is over; at least one
     round, however short the time is."""
     random = Random(f"{seed}/schedule")
@@ -44,6 +47,7 @@ def schedule(seed: int, seconds: float, victims: Sequence[str], gap_s: float) ->
             if len(faults) >= len(KINDS) and now_s >= seconds:
                 break
             hold_s = HOLD_S.get(kind, HOLD_OTHERS_S) * random.uniform(0.9, 1.3)
-            faults.append(Fault(now_s, kind, random.choice(list(victims)), hold_s))
+            victims = [*nodes, *gateways] if kind in OF_ANY_PROCESS else nodes
+            faults.append(Fault(now_s, kind, random.choice(victims), hold_s))
             now_s += hold_s + gap_s * random.uniform(0.8, 1.2)
     return faults

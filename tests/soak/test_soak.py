@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.soak.run import Plan, soak
-from tests.soak.schedule import KINDS, schedule
+from tests.soak.schedule import KINDS, OF_ANY_PROCESS, schedule
 
 
 @given(st.integers(0, 1000), st.floats(1.0, 600.0))
 def test_a_schedule_is_its_seed_and_has_every_kind_and_one_fault_at_a_time(seed: int, seconds: float) -> None:
-    faults = schedule(seed, seconds, ["a", "b"], 1.0)
-    assert faults == schedule(seed, seconds, ["a", "b"], 1.0)
+    faults = schedule(seed, seconds, ["a", "b"], ["g"], 1.0)
+    assert faults == schedule(seed, seconds, ["a", "b"], ["g"], 1.0)
     assert {fault.kind for fault in faults} == set(KINDS)
+    assert all(fault.victim != "g" or fault.kind in OF_ANY_PROCESS for fault in faults)
     for one, after in itertools.pairwise(faults):
         assert one.at_s + one.hold_s < after.at_s
 

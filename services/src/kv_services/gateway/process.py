@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from kv_bus.errors import BusError
 from kv_bus.supervisor import ChildSpec
+from kv_consistency.errors import HolderLostError, ReplicaFencedError
 from kv_prefix.errors import TenantQuotaError
 from kv_prefix.placement import make_placement_policy
 from kv_services.config import ClusterConfig, Role
@@ -53,21 +54,27 @@ class FrontChild:
         await self._front.close()
 
 
+def register_faults() -> None:
+    """Say what HTTP makes of the errors that come from the cluster side."""
+    # What fits no node is the client's fault, as what does not fit the model is.
+    register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
+    register_fault(TenantQuotaError, HttpFault(429, "rate_limit_error", "kv_quota_exceeded", 1))
+    for full in (ClusterFullError, NodeOverloadedError, ShardRefusedError):
+        register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
+    # What failed between processes, in every attempt that there was time for, may go well a moment later; so may what
+    # this gateway asked in a life that the others hold for over, since it is about to begin another.
+    for failing in (BusError, TransportError, NodeError, HolderLostError, ReplicaFencedError):
+        register_fault(failing, HttpFault(503, "server_error", "try_again", 1))
+    register_fault(RequestExpiredError, HttpFault(504, "server_error", "deadline_exceeded"))
+
+
 def build(base: Base) -> list[ChildSpec]:
     """The children of a gateway.
 
     Raises:
         KVError: the weights' tokeniser is not to be had, or the address may not be served without keys.
     """
-    # What fits no node is the client's fault, as what does not fit the model is.
-    register_fault(RequestTooLargeError, HttpFault(400, "invalid_request_error", "context_length_exceeded"))
-    register_fault(TenantQuotaError, HttpFault(429, "rate_limit_error", "kv_quota_exceeded", 1))
-    for full in (ClusterFullError, NodeOverloadedError, ShardRefusedError):
-        register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
-    # What failed between nodes, in every attempt that there was time for, may go well a moment later.
-    for failing in (BusError, TransportError, NodeError):
-        register_fault(failing, HttpFault(503, "server_error", "try_again", 1))
-    register_fault(RequestExpiredError, HttpFault(504, "server_error", "deadline_exceeded"))
+    register_faults()
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
     base.serves(config.model.id, info.weights_revision)

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from kv_bus.actor import Actor
 from kv_bus.errors import BusError
 from kv_bus.interface import Bus
+from kv_consistency.errors import HolderLostError
 from kv_consistency.update import OwnerEpoch
 from kv_core.clock import Clock
 from kv_core.errors import KVError, RetryableError
@@ -445,7 +446,8 @@ def may_retry(error: KVError) -> bool:
     """Whether another attempt, elsewhere or later, may go better."""
     if isinstance(error, RequestExpiredError):
         return False
-    return isinstance(error, RetryableError | BusError | TransportError | NodeError)
+    # Of a lost holder's updates the next attempt need not follow any.
+    return isinstance(error, RetryableError | BusError | TransportError | NodeError | HolderLostError)
 
 
 def _error_of(reply: Message | KVError) -> KVError:
