@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from kv_core.limits import GIB
+
 MAX_SLOTS: Final = 1 << 27
 """Slots of one pool: 128 Mi blocks of 16 tokens are more than any host's memory holds."""
 
@@ -20,7 +22,7 @@ MAX_HOLDERS: Final = 1_024
 MAX_REMOVAL_RECORDS: Final = 65_536
 """Removed blocks of which a node remembers when and why, to explain a miss. About 20 MB."""
 
-DEFAULT_MAX_CACHE_BYTES: Final = 40 << 30
+DEFAULT_MAX_CACHE_BYTES: Final = 40 * GIB
 """Capacity of a prefix cache unless told otherwise: 40 GiB."""
 
 DEFAULT_MIN_MATCH_TOKENS: Final = 128

@@ -22,9 +22,6 @@ INLINE_COPY_BYTES_MAX: Final = 64 * KIB
 LZ4_SAMPLE_BYTES: Final = 64 * KIB
 """What LZ4 is tried on before a transfer's first unit: about 100 us on the loop."""
 
-RECEIVE_PIECE_BYTES: Final = 1 * MIB
-"""Most bytes taken from a socket at once, so that one stream does not starve the others of its thread."""
-
 CONTROL_FRAME_BYTES_MAX: Final = 128 * KIB
 """One control frame; below the default send buffer of a unix socket (208 KiB), or it could never be sent."""
 

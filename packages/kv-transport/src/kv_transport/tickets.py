@@ -13,7 +13,7 @@ import msgspec
 from kv_core.block import BlockGeometry, BlockRef, Layout
 from kv_core.dtypes import parse_dtype
 from kv_core.header import MAX_REQUEST_ID_BYTES
-from kv_core.ids import Generation, Incarnation, NodeId, RegionId, RequestId
+from kv_core.ids import Generation, Incarnation, NodeId, RegionId
 from kv_core.limits import MAX_BINARY_BYTES
 from kv_transport import limits
 from kv_transport.errors import InvalidDescriptor
@@ -279,8 +279,3 @@ def _check_ticket(ticket: WriteGrant | ReadGrant) -> None:
         raise InvalidDescriptor(
             what="tokens", value=[ticket.seq_start, ticket.seq_end], reason=f"{positions} blocks do not hold them"
         )
-
-
-def request_of(ticket: WriteGrant | ReadGrant) -> RequestId:
-    """The request that a ticket is for."""
-    return RequestId(ticket.request_id)

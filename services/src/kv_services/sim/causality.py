@@ -162,12 +162,6 @@ class CausalOracle:
             have = max(of_owner, default=0)
             self._refuse(node=replica.node, what=f"let {length} tokens of {request_id} be read, it knew {have}")
 
-    def length_at(self, request_id: RequestId, dots: CausalToken) -> int:
-        """Tokens of a request that whoever follows these dots must see, unless it has ended or has a newer owner."""
-        entry = self._entries.get(request_id)
-        named = set(dots.dots)
-        return max((op.seq_len for dot, op in entry.writes if dot in named), default=0) if entry else 0
-
     def requests(self) -> list[RequestId]:
         """Every request that was ever written to, oldest first."""
         return list(self._entries)
