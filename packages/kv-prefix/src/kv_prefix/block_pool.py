@@ -17,57 +17,19 @@ from collections.abc import Iterator, Sequence
 
 from kv_core.block import BlockRef
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra, Tokens, token_bytes
-from kv_core.ids import RegionId
 from kv_prefix.committing import Outcome, commit_block, require_fit, runs
 from kv_prefix.errors import BlockMismatchError, InvalidRequestError
 from kv_prefix.events import BlocksStored, PoolEvent, RemovalReason
-from kv_prefix.eviction import EvictionPolicy
 from kv_prefix.matching import continue_partially, extras_by_block, walk
 from kv_prefix.pins import HoldKind, Receipt, Tail
 from kv_prefix.pool_holds import PoolHolds
 from kv_prefix.pool_types import CopyBlock, Opened, PartialMatch, PoolMatch, PoolStats
-from kv_prefix.quotas import AccountSource, AccountStats
+from kv_prefix.quotas import AccountStats
 from kv_prefix.slots import ROOT
 
 
 class BlockPool(PoolHolds):
-    """The slots of one arena.
-
-    Args:
-        num_slots: slots of the arena, at least 1.
-        block_size: tokens per block.
-        region: the arena's region, put into every reference.
-        policy: eviction strategy over `num_slots` slots; `adaptive` when None.
-        pin_quota: blocks that operators may pin; half the pool when None.
-        retain_quota: blocks that requests may ask to be kept; half the pool when None.
-        accounts: tenants with quotas of their own; nobody is counted when None.
-
-    Raises:
-        InvalidRequestError: a size is out of range.
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        block_size: int,
-        *,
-        region: RegionId,
-        policy: EvictionPolicy | None = None,
-        pin_quota: int | None = None,
-        retain_quota: int | None = None,
-        accounts: AccountSource | None = None,
-    ) -> None:
-        super().__init__(
-            num_slots,
-            block_size,
-            region=region,
-            policy=policy,
-            pin_quota=pin_quota,
-            retain_quota=retain_quota,
-            accounts=accounts,
-        )
-        self._outcomes = dict.fromkeys(Outcome, 0)
-        self._num_copies = 0
+    """The slots of one arena; made with the arguments of `PoolHolds`."""
 
     def match(
         self,

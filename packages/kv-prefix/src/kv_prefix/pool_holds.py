@@ -13,7 +13,7 @@ from kv_core.block import BlockRef
 from kv_core.hashing import BlockHash
 from kv_core.ids import Generation, NodeId, RegionId
 from kv_prefix import limits
-from kv_prefix.committing import keep_tail
+from kv_prefix.committing import Outcome, keep_tail
 from kv_prefix.errors import (
     DigestMismatchError,
     InvalidRequestError,
@@ -31,7 +31,20 @@ from kv_prefix.slots import SlotTable
 
 
 class PoolHolds:
-    """See `BlockPool`, which is what nodes use."""
+    """See `BlockPool`, which is what nodes use.
+
+    Args:
+        num_slots: slots of the arena, at least 1.
+        block_size: tokens per block.
+        region: the arena's region, put into every reference.
+        policy: eviction strategy over `num_slots` slots; `adaptive` when None.
+        pin_quota: blocks that operators may pin; half the pool when None.
+        retain_quota: blocks that requests may ask to be kept; half the pool when None.
+        accounts: tenants with quotas of their own; nobody is counted when None.
+
+    Raises:
+        InvalidRequestError: a size is out of range.
+    """
 
     def __init__(
         self,
@@ -57,6 +70,8 @@ class PoolHolds:
         self._slots = SlotTable(num_slots, block_size, self._quotas or self._retention, self._quotas)
         self._holds = HoldTable()
         self._operator_pins: dict[int, int] = {}
+        self._outcomes = dict.fromkeys(Outcome, 0)
+        self._num_copies = 0
 
     @property
     def block_size(self) -> int:

@@ -149,24 +149,44 @@ class DiskStore:
     def read(self, items: Sequence[tuple[PlacedBlock, Cells]]) -> list[bool]:
         """Read blocks into their buffers; per block, whether all its bytes are there and are what was sealed."""
         sound: dict[int, bool] = {}
-        layer_nbytes, num_layers = self._shape.layer_nbytes, self._shape.num_layers
+        num_layers = self._shape.num_layers
         runs = list(self._runs(items))
         for offset, run in runs:
             self._read_ahead(offset, len(run) * self._shape.block_nbytes)
         for offset, run in runs:
-            places = [item.place for item, _ in run]
-            sound.update(dict.fromkeys(places, True))
             checks = [check for item, _ in run for check in item.block.layer_checks()]
-            for at, buffers in self._pieces(run, READ_PIECE_BYTES):
-                need = len(buffers) * layer_nbytes
-                got = _read_all(self._blocks, buffers, offset + at * layer_nbytes, need)
-                # Right after they came: the bytes are still in the processor's cache.
-                sums = crc64_each(buffers if got == need else buffers[: got // layer_nbytes])
-                if sums != checks[at : at + len(buffers)]:
-                    for i in range(at, at + len(buffers)):
-                        if i - at >= len(sums) or sums[i - at] != checks[i]:
-                            sound[places[i // num_layers]] = False
+            sums = self._read_run(offset, [cell for _, cells in run for cell in cells])
+            whole = sums == checks
+            for i, (item, _) in enumerate(run):
+                mine = slice(i * num_layers, (i + 1) * num_layers)
+                sound[item.place] = whole or sums[mine] == checks[mine]
         return [sound[item.place] for item, _ in items]
+
+    def _read_run(self, offset: int, layers: Sequence[memoryview]) -> list[int | None]:
+        """Fill layers that follow one another in the file; the CRC-64 of each, None where bytes are missing."""
+        layer_nbytes, fd, preadv = self._shape.layer_nbytes, self._blocks, os.preadv
+        most = self._layers_of(READ_PIECE_BYTES)
+        sums: list[int | None] = []
+        # What a piece costs besides its bytes is paid a thousand times for 256 MiB: no more is done than is needed.
+        for at in range(0, len(layers), most):
+            buffers = layers[at : at + most]
+            wanted = len(buffers) * layer_nbytes
+            try:
+                got = preadv(fd, buffers, offset)
+                if got != wanted:
+                    got = _go_on(preadv, fd, buffers, offset, got)
+            except OSError:
+                # A bad place of the device: what lies behind it may be sound.
+                got = 0
+            # Summed right after they came: the bytes are still in the processor's cache.
+            if got == wanted:
+                sums += crc64_each(buffers)
+            else:
+                num_whole = got // layer_nbytes
+                sums += crc64_each(buffers[:num_whole])
+                sums += [None] * (len(buffers) - num_whole)
+            offset += wanted
+        return sums
 
     def clear(self) -> None:
         """Forget everything and give the disk its room back.
@@ -279,9 +299,13 @@ class DiskStore:
         if run:
             yield run[0][0].place * self._shape.block_nbytes, run
 
+    def _layers_of(self, piece_nbytes: int) -> int:
+        """Layers that one call moves."""
+        return max(1, min(IOV_MAX, piece_nbytes // self._shape.layer_nbytes))
+
     def _pieces(self, run: Sequence[_Item], piece_nbytes: int) -> Iterator[tuple[int, list[memoryview]]]:
         """The layers of a run, cut into calls; each with the number of its first layer, counted over the run."""
-        most = max(1, min(IOV_MAX, piece_nbytes // self._shape.layer_nbytes))
+        most = self._layers_of(piece_nbytes)
         layers = [cell for _, cells in run for cell in cells]
         for at in range(0, len(layers), most):
             yield at, layers[at : at + most]
@@ -311,15 +335,6 @@ def _write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     moved = os.pwritev(fd, buffers, offset)
     if moved < nbytes:
         _go_on(os.pwritev, fd, buffers, offset, moved)
-
-
-def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, nbytes: int) -> int:
-    """Bytes read before the end of the file, or before the device failed."""
-    try:
-        moved = os.preadv(fd, buffers, offset)
-        return moved if moved == nbytes else _go_on(os.preadv, fd, buffers, offset, moved)
-    except OSError:
-        return 0
 
 
 def _go_on(
