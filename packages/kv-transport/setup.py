@@ -7,6 +7,7 @@ def extension(name: str) -> Extension:
     return Extension(
         f"kv_transport.{name}",
         [f"src/kv_transport/{name}.c"],
+        depends=["src/kv_transport/_buffers.h"],
         extra_compile_args=["-O3", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off"],
         py_limited_api=True,
         optional=True,

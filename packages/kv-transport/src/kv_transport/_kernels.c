@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_buffers.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
 #include <immintrin.h>
@@ -305,18 +307,6 @@ static void detect(int pclmul, int avx2, int avx512)
 #else
     (void)pclmul, (void)avx2, (void)avx512;
 #endif
-}
-
-static int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
-{
-    if (PyObject_GetBuffer(object, view, flags) < 0)
-        return -1;
-    if (need >= 0 && view->len != need) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd", name, view->len, need);
-        PyBuffer_Release(view);
-        return -1;
-    }
-    return 0;
 }
 
 /* What is summed at the source before it is copied: then the copy finds it in the second-level cache. */

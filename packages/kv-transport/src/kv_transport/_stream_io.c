@@ -11,6 +11,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "_buffers.h"
+
 /* What one system call moves: it is summed right after that, while it is in the second-level cache. */
 #define RECEIVE_PIECE 262144
 #define SEND_PIECE 1048576
@@ -32,18 +34,6 @@ typedef struct {
     int64_t *at; /* index of the span at hand, bytes of it that are done */
     Py_ssize_t count;
 } Run;
-
-static int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
-{
-    if (PyObject_GetBuffer(object, view, flags) < 0)
-        return -1;
-    if (need >= 0 && view->len != need) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd", name, view->len, need);
-        PyBuffer_Release(view);
-        return -1;
-    }
-    return 0;
-}
 
 static void release(Run *run)
 {

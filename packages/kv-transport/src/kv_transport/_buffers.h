@@ -1,0 +1,18 @@
+/* How the compiled parts take memory from Python. Include it after Python.h. */
+#ifndef KV_TRANSPORT_BUFFERS_H
+#define KV_TRANSPORT_BUFFERS_H
+
+/* A view of the object's memory, of `need` bytes unless that is negative: 0, or -1 with an error set and nothing held. */
+static inline int get(PyObject *object, Py_buffer *view, int flags, const char *name, Py_ssize_t need)
+{
+    if (PyObject_GetBuffer(object, view, flags) < 0)
+        return -1;
+    if (need >= 0 && view->len != need) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd", name, view->len, need);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+#endif
