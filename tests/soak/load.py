@@ -10,6 +10,9 @@ from kv_core.clock import SystemClock
 from tests.integration.helpers_integration import Answer, Fabric, expected, prompt
 
 SHARED = 96
+AWAY_S = 0.25
+"""How long a client waits before it asks a gateway again that it lost or does not reach."""
+
 TOLD_MAX = 5
 """Errors of one code whose messages are kept."""
 
@@ -67,6 +70,7 @@ class Load:
         except (aiohttp.ClientError, TimeoutError) as error:
             self._failed(type(error).__name__, str(error))
             answer = Answer(599, said)
+            await asyncio.sleep(AWAY_S)
         await progress(answer.text)
         self._judge(tokens, answer)
 
