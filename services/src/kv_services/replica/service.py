@@ -62,6 +62,7 @@ from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
 from kv_services.metrics import Metrics
 from kv_services.replica.index_feed import feed
+from kv_services.replica.lag import LagGauges
 from kv_services.replica.outbox import UpdateOutbox
 from kv_services.tenants import tenant_scope
 
@@ -113,7 +114,7 @@ class ReplicaService:
         self._clock = clock
         self._index = index
         self._life = life
-        self._metrics = metrics
+        self._gauges = LagGauges(metrics)
         self._on_request_ended = on_request_ended
         self._offload: Offload = offload or in_thread
         self._bus: Bus | None = None
@@ -122,8 +123,6 @@ class ReplicaService:
         self._waiter_ids = itertools.count(1)
         self._namespaces: dict[bytes, NamespaceRef] = {}
         self._closed: asyncio.Event | None = None
-        self._lag_told: dict[NodeId, int] = {}
-        self._lagging_since_ns: int | None = None
         self._over: BaseException | None = None
 
     def prime(self) -> None:
@@ -172,7 +171,7 @@ class ReplicaService:
                 raise self._over
             self._hear(Tick(self._now()))
             self._drain()  # what stamping the bus's envelopes found wrong with clocks
-            self._measure()
+            self._gauges.measure(self.lag(), self.manager.vector(), self._clock.monotonic_ns())
             more = self._index.sweep()
             while more and not self._closed.is_set():
                 await asyncio.sleep(0)  # others have their turn between two slices
@@ -339,20 +338,6 @@ class ReplicaService:
     def lag(self) -> dict[Origin, int]:
         """Updates of each living origin that are known to exist and not applied here."""
         return self.manager.lag()
-
-    def _measure(self) -> None:
-        lag = self.lag()
-        for origin, versions in lag.items():
-            if self._lag_told.get(origin.node) != versions:
-                self._lag_told[origin.node] = versions
-                self._metrics.lag_versions.labels(origin.node).set(versions)
-        now_ns = self._clock.monotonic_ns()
-        if not any(lag.values()):
-            self._lagging_since_ns = None
-        elif self._lagging_since_ns is None:
-            self._lagging_since_ns = now_ns
-        since_ns = self._lagging_since_ns
-        self._metrics.lag_seconds.set(0.0 if since_ns is None else (now_ns - since_ns) / 1e9)
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
