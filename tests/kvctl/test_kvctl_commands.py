@@ -277,6 +277,10 @@ LOOPBACK = "http://127.0.0.1:"
     ("arguments", "status", "told"),
     [
         (("drain", "FILE", "decode-1"), 1, f"decode-1 at {LOOPBACK}20012: does not listen"),
+        (("drain", "FILE", "gw"), 1, "a gateway holds no KV"),
+        (("role", "FILE", "gw", "decode"), 1, "a gateway stays one"),
+        (("prefix", "lookup", "FILE", "--tokens", "TOKENS", "--tenant", "x"), 1, "--tenant 'x' is none of"),
+        (("prefix", "explain", "OTHERS", "--tokens", "TOKENS"), 1, "none of the cluster file's: acme"),
         (("drain", "FILE", "nobody"), 1, "there are: gw, decode-1"),
         (("drain", "FILE", "decode-1", "--rate", "fast"), 1, "is not a size"),
         (("role", "FILE", "decode-1", "gateway"), 2, "is not one of 'prefill'"),
@@ -297,10 +301,11 @@ LOOPBACK = "http://127.0.0.1:"
 def test_what_cannot_be_done_is_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], status: int, told: str
 ) -> None:
-    files = {name: tmp_path / f"{name}.toml" for name in ("FILE", "NODES", "NOWHERE")}
+    files = {name: tmp_path / f"{name}.toml" for name in ("FILE", "NODES", "NOWHERE", "OTHERS")}
     files["FILE"].write_text(GATEWAY + DECODE)
     files["NODES"].write_text(DECODE)
     files["NOWHERE"].write_text('[cluster]\nstate_dir = "TOKENS/state"\n' + GATEWAY + DECODE)
+    files["OTHERS"].write_text(TENANT + GATEWAY + DECODE)
     (tmp_path / "TOKENS").write_text("1, 2, 3")
     given = []
     for word in arguments:

@@ -15,8 +15,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from kv_core.wire import WIRE_REVISION, WIRE_VERSION
 from kv_services.config import BusSection, LimitsSection, ModelSection
-from kv_services.kvctl.status import NodeStatus, ask_all
+from kv_services.kvctl.status import NodeStatus, ask_all, render
 from kv_services.launch import LocalCluster, PortReservation, ProcessState, local_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -75,6 +76,14 @@ async def test_two_clusters_run_side_by_side(cluster: LocalCluster) -> None:
             for one in (cluster, other):
                 await until(one, "both clusters are well")
         assert other.leftovers == []
+
+
+async def test_processes_of_one_build_speak_one_wire(cluster: LocalCluster) -> None:
+    reports = [row.report for row in await until(cluster, "all are well")]
+    assert {report.wire for report in reports if report is not None} == {f"{WIRE_VERSION}.{WIRE_REVISION}"}
+    assert not any(
+        "an upgrade" in str(line) for line in render(cluster.config, await ask_all(cluster.config)).renderables
+    )
 
 
 async def test_nothing_listens_outside_loopback(cluster: LocalCluster) -> None:

@@ -67,7 +67,7 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     ] = False
     operator_keys: Annotated[
         list[ApiKey],
-        Meta(description="bearer tokens that may read /status and /metrics of a gateway that has tenants"),
+        Meta(description="bearer tokens that may drain, rebalance, pin and purge, and read /status and /metrics"),
     ] = []
 
     def __repr__(self) -> str:

@@ -272,6 +272,8 @@ def assemble_base(
             bus.add_peer(PeerAddress(peer.node_id, peer.bus_endpoint, peer.events_endpoint))
     base: Base
     cluster = ClusterView(bus, clock, config.bus, node.role, peers, lambda: base.load())
+    # A role that works with a model says more; the wire is everybody's.
+    cluster.compatibility = Compatibility((), wire_revision=WIRE_REVISION)
     replica.attach(bus, cluster)
     base = Base(
         config=config,

@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from kv_core.errors import KVError
-from kv_services.config import ClusterConfig, NodeConfig, parse_bytes
+from kv_services.config import ClusterConfig, NodeConfig, Role, parse_bytes
 from kv_services.config_file import load_config
 from kv_services.http_body import read_whole
 from kv_services.kvctl.output import console, human_bytes, messages, print_json
@@ -79,6 +79,8 @@ def role(file: Path, node_id: str, new: str) -> int:
 
     async def change(hurry: asyncio.Event) -> int:
         node = await _find(config, node_id)
+        if node.role not in (Role.PREFILL, Role.DECODE):
+            raise OperationRefusedError(node=node_id, cause=f"a {node.role.value} stays one")
         await _post(config, node, "/role", msgspec.json.encode({"role": new}))
         console().print(f"{node_id} is a {new} node from now on; what it had begun it finishes")
         return 0
@@ -88,6 +90,8 @@ def role(file: Path, node_id: str, new: str) -> int:
 
 async def _drain(config: ClusterConfig, node_id: str, body: bytes, as_json: bool, resume: bool) -> int:
     node = await _find(config, node_id)
+    if not node.role.holds_kv:
+        raise OperationRefusedError(node=node_id, cause=f"a {node.role.value} holds no KV, so SIGTERM is all it needs")
     if resume:
         await _post(config, node, "/resume", b"")
         messages().print(f"{node_id} takes work again")

@@ -74,8 +74,6 @@ def warm(file: Path, prompt: Prompt, name: str, as_json: bool, keep: Keep | None
     async def run(hurry: asyncio.Event) -> int:
         tokens = _tokens(config, prompt)
         tenant = next((one for one in config.tenants if one.id == prompt.tenant), None)
-        if config.tenants and tenant is None:
-            raise PromptError(cause=f"--tenant is needed: {', '.join(one.id for one in config.tenants)}")
         body: dict[str, Any] = {"model": config.model.id, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         if prompt.cache_salt is not None:
             body["cache_salt"] = prompt.cache_salt
@@ -229,10 +227,14 @@ def _tokens(config: ClusterConfig, prompt: Prompt) -> list[int]:
     """The tokens that the command line means.
 
     Raises:
-        PromptError: none, several, or a file that holds no tokens.
+        PromptError: none, several, a file that holds no tokens, or nobody's.
     """
     if sum(map(bool, (prompt.text, prompt.tokens, prompt.request))) != 1 or prompt.request:
         raise PromptError(cause="give one prompt: --text or --tokens, or where a past one will do --request")
+    tenants = [one.id for one in config.tenants]
+    if prompt.tenant not in (tenants or ("", OPEN_TENANT)):
+        known = ", ".join(tenants) or "it has none"
+        raise PromptError(cause=f"--tenant {prompt.tenant!r} is none of the cluster file's: {known}")
     if prompt.text:
         path = Path(config.model.path) if config.model.path else None
         _, tokenizer = open_text(EngineSpec(config.model.engine, path, config.model.max_context))
