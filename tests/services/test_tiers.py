@@ -22,6 +22,7 @@ from kv_prefix.tiers.blocks import PlacedBlock
 from kv_prefix.tiers.disk import DiskShape, DiskStore
 from kv_prefix.tiers.errors import TierFullError, TierIOError
 from kv_services.node import tiers as tiers_module
+from kv_services.node.purge_watch import PurgeWatch
 from kv_services.node.tier import Opened
 from kv_services.purge_file import PurgeFile, PurgeFileError
 from kv_services.replica.service import ReplicaService
@@ -176,19 +177,16 @@ async def test_a_purge_empties_memory_and_disk_and_what_comes_later_stays(node: 
     assert node.in_memory(tokens) == 4 and node.disk.counts().blocks == 4
 
 
-async def test_namespaces_that_come_and_go_are_not_watched_for_ever_and_what_is_held_is_purged(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_namespaces_that_come_and_go_are_not_watched_for_ever_and_what_is_held_is_purged(node: Node) -> None:
     """A client may name a namespace for each of its requests."""
-    monkeypatch.setattr(tiers_module, "SEEN_MIN", 8)
-    node.tiers._seen_max = 8
+    node.tiers.watch = PurgeWatch(node.replica.manager, node.tiers._holds, watched_min=8)
     held = await evicted(node)
     node.disk.catalog.purge(lambda block: block.sequence not in {name.sequence for name in hash_tokens(NS, held)})
     watched = 0
     for number in range(200):
         node.compute(prompt(1, 1), dataclasses.replace(NS, salt=f"mark.{number}"))
         await node.at_rest()
-        watched = max(watched, len(node.tiers._seen))
+        watched = max(watched, len(node.tiers.watch))
     # 16 slots and 64 places: no more can be held, and as many again may wait to be looked at.
     assert watched <= 2 * (16 + 64) + 1
     last = dataclasses.replace(NS, salt="mark.199")
@@ -292,10 +290,14 @@ async def test_a_store_that_answers_later_gets_what_memory_held_before(
     tokens = prompt(1, 4)
     node.compute(tokens)
     node.tiers.open_later(open_store, lambda opened: node.tier(Tier.REMOTE, opened))
+    told: list[str] = []
     async with asyncio.timeout(20):
         while node.tiers.counts().get("remote", node.disk.counts()).blocks < 4 or len(node.tiers.tiers) < 2:
             node.tiers.tick()
+            told += node.tiers.problems()
             await asyncio.sleep(0.005)
+    assert set(told) == {"a tier is not open, which is tried again: store failed: not yet"}
+    assert not node.tiers.problems()
     # A prompt that left memory and disk comes back from there.
     node.pool.purge(NS.digest)
     node.flush()

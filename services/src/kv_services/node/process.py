@@ -386,5 +386,6 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     work = NodeWork(base, ctx, agent, introducer, model)
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
     base.codecs = work.prefill.codec_choices
+    base.alerts = ctx.tiers.problems
     base.tiers, base.moving, base.shards = ctx.tiers.counts, work.operations.moving, work.shards.status
     return work

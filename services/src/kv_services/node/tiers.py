@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv_consistency.update import NamespaceRef
 from kv_core.block import BlockRef
 from kv_core.clock import Clock
 from kv_core.hashing import TOKEN_BYTES, BlockHash, hash_tokens
@@ -29,6 +28,7 @@ from kv_prefix.tiers.blocks import TierBlock, prefix_digests
 from kv_prefix.tiers.catalog import TierEvent, TierRemoved, TierStored
 from kv_services.node.orphans import Orphans
 from kv_services.node.pull_cost import PullCost
+from kv_services.node.purge_watch import PurgeWatch
 from kv_services.node.tier import CLOSE_TIMEOUT_S, SLICE_BLOCKS, NodeTier, Opened
 from kv_services.node.tier_claims import namespace_of, packed_removals, packed_runs
 from kv_services.purge_file import PurgeFile, PurgeKeeper
@@ -42,8 +42,6 @@ PIECE_BLOCKS: Final = 512
 """Blocks of a prompt that are looked for in one turn of the loop."""
 IN_FLIGHT_SHARE: Final = 4
 """At most one slot in so many is being loaded into."""
-SEEN_MIN: Final = 1024
-"""Namespaces that are watched for purges before those of which nothing is held are looked for."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +58,7 @@ class _Later:
     make_tier: MakeTier
     opening: "asyncio.Future[Opened] | None" = None
     not_before_ns: int = 0
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,7 @@ class Tiers:
         self._in_flight = 0
         self._ids = itertools.count(1)
         self._promoting: dict[bytes, asyncio.Future[int]] = {}
-        self._seen: dict[NamespaceRef, int] = {}
-        self._seen_max = SEEN_MIN
-        self._looked_at = -1
+        self.watch = PurgeWatch(replica.manager, self._holds)
         self._started = self._closed = False
         self._keep: Callable[[TierBlock], bool] = lambda block: True
         self._later: list[_Later] = []
@@ -154,7 +151,7 @@ class Tiers:
         self.removals.record(events, self._clock.wall_ns(), "its slot was needed, or it was purged")
         for event in events:
             if isinstance(event, BlocksStored):
-                self._follow(self._replica.known(event.namespace, self._pool.block_size))
+                self.watch.follow(self._replica.known(event.namespace, self._pool.block_size))
         for tier in self.tiers:
             tier.queue.observe(events)
             tier.pump()
@@ -174,7 +171,7 @@ class Tiers:
             else:
                 stored = [block for event in group if isinstance(event, TierStored) for block in event.blocks]
                 for block in stored:
-                    self._follow(namespace_of(block, self._pool.block_size), block.epoch)
+                    self.watch.follow(namespace_of(block, self._pool.block_size), block.epoch)
                 for runs in packed_runs(tier.tier, stored, self._pool.block_size):
                     self._replica.claim(runs)
 
@@ -184,7 +181,8 @@ class Tiers:
             if not self._replica.manager.ready:
                 return
             self._start()
-        self._look_for_purges()
+        for digest, epoch in self.watch.purged():
+            self._purge(digest, epoch)
         if self._purges is not None:
             self._purges.tick()
         self._open_those_due()
@@ -215,6 +213,7 @@ class Tiers:
         error = None if opening.cancelled() else opening.exception()
         if error is not None or opening.cancelled():
             later.not_before_ns = self._clock.monotonic_ns() + OPEN_AGAIN_NS
+            later.problem = str(error)
             _log.error("tier not opened, trying again in %d s cause=%s", OPEN_AGAIN_NS // 10**9, error)
             return
         self._later.remove(later)
@@ -228,38 +227,8 @@ class Tiers:
         self.tiers.append(tier)
         self._begin(tier)
 
-    def _follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
-        """See to it that purges of this namespace are heard of; `epoch`: those that were followed already."""
-        if namespace not in self._seen:
-            now = self._replica.manager.namespace_epoch(namespace)
-            self._seen[namespace] = now if epoch is None else min(now, epoch)
-            if self._seen[namespace] < now:
-                self._looked_at = -1
-
-        if len(self._seen) > self._seen_max:
-            self._forget_unheld()
-
-    def _look_for_purges(self) -> None:
-        """Carry out purges that were heard of since the last look."""
-        manager = self._replica.manager
-        if self._looked_at == manager.num_purges:
-            return
-        self._looked_at = manager.num_purges
-        for namespace, seen in list(self._seen.items()):
-            epoch = manager.namespace_epoch(namespace)
-            if epoch > seen:
-                self._seen[namespace] = epoch
-                self._purge(namespace.digest, epoch)
-
-    def _forget_unheld(self) -> None:
-        """Namespaces of which nothing is here need no watching; a client may name one for each request."""
-        catalogs = [tier.catalog for tier in self.tiers]
-        self._seen = {
-            namespace: epoch
-            for namespace, epoch in self._seen.items()
-            if self._pool.has_any(namespace.digest) or any(one.has_any(namespace.digest) for one in catalogs)
-        }
-        self._seen_max = max(SEEN_MIN, 2 * len(self._seen))
+    def _holds(self, namespace: bytes) -> bool:
+        return self._pool.has_any(namespace) or any(tier.catalog.has_any(namespace) for tier in self.tiers)
 
     def _purge(self, digest: bytes, epoch: int) -> None:
         count = self._pool.purge(digest)
@@ -344,6 +313,10 @@ class Tiers:
     def counts(self) -> dict[str, TierCounts]:
         """What `/status` says."""
         return {tier.name: tier.counts() for tier in self.tiers}
+
+    def problems(self) -> list[str]:
+        """What an operator should see to: configured tiers that cannot be opened, one sentence each."""
+        return [f"a tier is not open, which is tried again: {later.problem}" for later in self._later if later.problem]
 
     async def close(self) -> None:
         """Send down what waits and give the media up."""

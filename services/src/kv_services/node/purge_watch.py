@@ -1,0 +1,60 @@
+"""Which namespaces a node watches for purges, and which of them were purged since it last looked.
+
+Knows counts of purges and whether anything of a namespace is held; what a purge does is `tiers`' business.
+
+W1: whatever is held of a namespace that was purged since it was followed is told of once.
+W2: what is kept is bounded by what is held, since a client may name a namespace for each of its requests.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kv_consistency.manager import KvCacheConsistencyManager
+from kv_consistency.update import NamespaceRef
+
+WATCHED_MIN: Final = 1024
+"""Namespaces that are watched before those of which nothing is held are looked for."""
+
+
+class PurgeWatch:
+    """See the module.
+
+    Args:
+        manager: knows how often each namespace was purged.
+        is_held: whether anything of a namespace is here, by its digest.
+    """
+
+    def __init__(
+        self, manager: KvCacheConsistencyManager, is_held: Callable[[bytes], bool], watched_min: int = WATCHED_MIN
+    ) -> None:
+        self._manager = manager
+        self._is_held = is_held
+        self._seen: dict[NamespaceRef, int] = {}
+        self._min = self._limit = watched_min
+        self._looked_at = -1
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
+        """Something of this namespace is held; `epoch`: the purges that it followed, all so far unless told."""
+        if namespace in self._seen:
+            return
+        now = self._manager.namespace_epoch(namespace)
+        self._seen[namespace] = now if epoch is None else min(now, epoch)
+        if self._seen[namespace] < now:
+            self._looked_at = -1
+        if len(self._seen) > self._limit:
+            self._seen = {name: seen for name, seen in self._seen.items() if self._is_held(name.digest)}
+            self._limit = max(self._min, 2 * len(self._seen))
+
+    def purged(self) -> Iterator[tuple[bytes, int]]:
+        """Namespaces that were purged since the last look, by digest, each with its count of purges now."""
+        if self._looked_at == self._manager.num_purges:
+            return
+        self._looked_at = self._manager.num_purges
+        for namespace, seen in list(self._seen.items()):
+            epoch = self._manager.namespace_epoch(namespace)
+            if epoch > seen:
+                self._seen[namespace] = epoch
+                yield namespace.digest, epoch
