@@ -4,7 +4,8 @@ A1: blocks become findable only when every byte of them was verified, and only a
 A2: nothing is evicted to make room: what does not fit into free slots is refused. Only copies of hot prefixes may take
     the place of colder blocks, and all of them together no more than their share of the arena.
 A3: names are computed here from the tokens; nobody's word is taken for them.
-A4: a cancelled caller, a lost source or a deadline frees no slot that may still be written to.
+A4: a cancelled caller, a lost source or a deadline frees no slot that may still be written to. Nor does the end of the
+    node, which waits for no bytes: the slots end with its pool, and the transfers close what may still be written.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from kv_core.errors import KVError
 from kv_core.hash_chain import chain_blocks
 from kv_core.hashing import TOKEN_BYTES, BlockHash
 from kv_core.ids import NodeId
+from kv_prefix.pins import Receipt
 from kv_services.errors import MoveRefusedError
 from kv_services.messages import AdoptPrefix, PrefixAdopted
 from kv_services.node.context import NodeContext
@@ -51,20 +53,27 @@ class Adopter:
         self._ctx.bus.handle(AdoptPrefix, self._on_adopt)
 
     async def close(self) -> None:
-        """Wait for what is being read: its memory is in use until then. Idempotent."""
+        """Give up what is being read, whether its bytes come or not; its slots stay taken (A4). Idempotent."""
         self.refusing = "it is stopping"
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _on_adopt(self, request: Request[AdoptPrefix]) -> Reply:
-        if self.refusing or len(self._tasks) >= ADOPTIONS_MAX:
-            reason = self.refusing or f"{len(self._tasks)} are on their way"
-            raise MoveRefusedError(node=self._ctx.node_id, reason=reason)
-        number = next(self._ids)
+        self._refuse_if_it_must()
         await self._ctx.introductions.ensure(request.sender, request.deadline_ns)
+        self._refuse_if_it_must()
+        number = next(self._ids)
         work = self._adopt(f"adoption-{number}", request.sender, request.message, request.deadline_ns)
         task = self._tasks[number] = asyncio.get_running_loop().create_task(work, name=f"adoption {number}")
         task.add_done_callback(lambda done: self._ended(number, done))
         return await asyncio.shield(task)
+
+    def _refuse_if_it_must(self) -> None:
+        if self.refusing or len(self._tasks) >= ADOPTIONS_MAX:
+            reason = self.refusing or f"{len(self._tasks)} are on their way"
+            raise MoveRefusedError(node=self._ctx.node_id, reason=reason)
 
     def _ended(self, number: int, task: "asyncio.Task[PrefixAdopted]") -> None:
         del self._tasks[number]
@@ -100,10 +109,15 @@ class Adopter:
             ctx.prepare(refs)
             moved = await self._read(owner, source, ReadGrant.from_bytes(message.grant), refs, deadline_ns)
             ctx.pool.commit(opened.table, digest, first, names[first:], message.tokens[first * nbytes :])
-        finally:
-            ctx.pool.release(opened.table)
-            ctx.flush_pool_events()
+        except Exception:  # not a cancellation, which is the end of the node (A4)
+            self._give_back(opened.table)
+            raise
+        self._give_back(opened.table)
         return PrefixAdopted(len(names) - len(match.refs), moved)
+
+    def _give_back(self, table: Receipt) -> None:
+        self._ctx.pool.release(table)
+        self._ctx.flush_pool_events()
 
     def _require_room(self, last: BlockHash, need: int, *, copy: bool) -> None:
         pool = self._ctx.pool

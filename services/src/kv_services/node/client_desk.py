@@ -117,12 +117,17 @@ class ClientDesk:
             self._gone(client)
 
     async def close(self) -> None:
-        """End every put and pin. Idempotent."""
+        """End every put and pin, until their slots are free or in quarantine: a stopped client holds nothing up.
+        Idempotent."""
         for client in list(self._clients):
             self._gone(client)
-        tasks = [put.task for put in self._puts.values() if put.task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
+        puts = list(self._puts.values())
+        await asyncio.gather(*(put.inbound.settled() for put in puts))
+        await asyncio.sleep(0)  # those whose slots are free give them back
+        tasks = [put.task for put in puts if put.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _gone(self, client: NodeId) -> None:
         self._end_leases(client)
