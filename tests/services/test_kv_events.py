@@ -18,9 +18,10 @@ from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import Holder, PrefixIndex
-from kv_services.kv_events.follow import EngineEvents
+from kv_services.kv_events import follow_state, publish
+from kv_services.kv_events.follow import ASKS_MAX, EngineEvents
 from kv_services.kv_events.follow_state import AskReplay, Cleared, Effect, EngineFollower, Removed, Stored
-from kv_services.kv_events.publish import EventPublisher
+from kv_services.kv_events.publish import EventPublisher, EventsBindError
 from kv_services.kv_events.wire import (
     AllBlocksCleared,
     BadEventError,
@@ -232,3 +233,76 @@ async def test_a_follower_of_a_node_knows_what_the_node_holds_also_from_the_midd
         await publisher.close()
         await follower.close()
         await asyncio.gather(*running)
+
+
+async def test_an_address_in_use_is_one_error_that_names_it() -> None:
+    events, replay, other = (f"tcp://127.0.0.1:{port}" for port in pick_ports(3))
+    first = EventPublisher(events, replay, SIZE, SystemClock(), lambda digest: True)
+    await first.start()
+    second = EventPublisher(other, replay, SIZE, SystemClock(), lambda digest: True)
+    try:
+        with pytest.raises(EventsBindError, match=f"{replay}: Address already in use"):
+            await second.start()
+    finally:
+        await second.close()
+        await first.close()
+
+
+async def test_a_replay_of_everything_is_given_in_slices_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ask for it at once, so each is answered between the other's slices."""
+    monkeypatch.setattr(publish, "BATCHES_A_TURN", 7)
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
+    publisher = EventPublisher(events, replay, SIZE, SystemClock(), lambda digest: True)
+    await publisher.start()
+    pool = BlockPool(1024, SIZE, region=RegionId(1))
+
+    def compute(seed: int) -> list[BlockHash]:
+        names = hash_tokens(NS, tokens(seed, 1))
+        opened = pool.open("r", None, 1)
+        pool.commit(opened.table, NS.digest, 0, names, tokens(seed, 1))
+        pool.release(opened.table)
+        publisher.pool_events(pool.take_events())
+        return names
+
+    early = [compute(seed) for seed in range(100)]
+    running = [asyncio.create_task(publisher.run())]
+    indexes = [PrefixIndex(), PrefixIndex()]
+    followers = [
+        EngineEvents(Holder(NodeId("node"), Incarnation(1)), events, replay, EngineFollower(NS), index)
+        for index in indexes
+    ]
+    try:
+        for one in followers:
+            await one.start()
+            running.append(asyncio.create_task(one.run()))
+        async with asyncio.timeout(20):
+            for seed in itertools.count(100):
+                # What comes now shows a follower that what came before is missing.
+                compute(seed)
+                await asyncio.sleep(0.05)
+                if all(index.lookup(names) for index in indexes for names in early):
+                    break
+    finally:
+        for one in followers:
+            await one.close()
+        await publisher.close()
+        await asyncio.gather(*running)
+
+
+async def test_an_engine_that_answers_no_replay_stops_nobody() -> None:
+    events, nowhere = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
+    one = EngineEvents(Holder(NodeId("node"), Incarnation(1)), events, nowhere, EngineFollower(NS), PrefixIndex())
+    await one.start()
+    try:
+        for number in range(3 * ASKS_MAX):
+            one._perform([AskReplay(number)])
+    finally:
+        await one.close()
+
+
+def test_what_is_remembered_of_an_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow_state, "MAX_KNOWN", 10)
+    follower = EngineFollower(NS)
+    effects = [effect for n in range(40) for effect in follower.batch(n, [stored(n, 3)])]
+    assert len(follower._known) <= 10 and follower.stats.resets > 1
+    assert sum(isinstance(effect, Cleared) for effect in effects) == follower.stats.resets

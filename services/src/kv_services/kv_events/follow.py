@@ -18,6 +18,8 @@ from kv_services.kv_events.wire import sequence_bytes as as_frame
 REPLAY_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.01
 BATCHES_A_TURN: Final = 64
+ASKS_MAX: Final = 16
+"""Replays that are asked for and not sent yet, while nobody listens where they are answered."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class EngineEvents:
         for socket, endpoint in zip((self._sub, self._dealer), self._endpoints, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+            socket.setsockopt(zmq.SNDHWM, ASKS_MAX)
             socket.connect(endpoint)
 
     async def run(self) -> None:
@@ -113,5 +116,9 @@ class EngineEvents:
                     self._index.remove_holder(self.holder)
                     self.holder = Holder(self.holder.node, Incarnation(self.holder.incarnation + 1))
                 case AskReplay(start):
-                    self._dealer.send_multipart([b"", as_frame(start)], zmq.NOBLOCK)
                     self._replay_until = asyncio.get_running_loop().time() + REPLAY_TIMEOUT_S
+                    try:
+                        self._dealer.send_multipart([b"", as_frame(start)], zmq.NOBLOCK)
+                    except zmq.Again:
+                        # It answers no replays, and has as many questions as it may: what waits is given up in time.
+                        _log.warning("replay not asked for holder=%s cause=none is answered", self.holder.node)

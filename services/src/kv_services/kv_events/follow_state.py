@@ -8,6 +8,7 @@ F1: events take effect in the order of their numbers, each once, whatever the or
 F2: a hole is asked for once; while its replay is under way later batches wait (bounded).
 F3: what a replay could not give is given up: everything known is dropped, so that no block stays that may be gone.
 F4: a block whose parent is not known is not entered, and counted.
+F5: what is remembered of an engine is bounded; beyond the bound everything known is dropped.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from kv_services.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStor
 
 MAX_WAITING: Final = 4096
 """Batches that wait for a replay; beyond that the hole is given up."""
+MAX_KNOWN: Final = 1 << 22
+"""Blocks of one engine; one that tells of more, without a removal, is begun anew. About a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,10 @@ class EngineFollower:
             known = self._known.get(engine_hash)
             tiers = known[3] if known is not None and known[0] == name else set()
             self._known[engine_hash] = name, start + (i + 1) * size, namespace, tiers | {tier}
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()
+            self.stats.resets += 1
+            return [Cleared()]
         return [Stored(tier, tuple(names))]
 
     def _removed(self, hashes: Sequence[EngineHash], tier: Tier) -> list[Effect]:

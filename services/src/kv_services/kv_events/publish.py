@@ -5,6 +5,7 @@ The latest `REPLAY_MAX` batches are kept; a follower that missed more asks in va
 """
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Final
 import zmq
 
 from kv_core.clock import Clock
+from kv_core.errors import KVError
 from kv_prefix.events import BlocksStored, PoolEvent, Tier
 from kv_services.kv_events.wire import (
     END_OF_REPLAY,
@@ -30,9 +32,20 @@ from kv_services.kv_events.wire import (
 REPLAY_MAX: Final = 10_000
 REPLAY_BYTES_MAX: Final = 64 << 20
 HWM: Final = 100_000
+BATCHES_A_TURN: Final = 64
+"""Batches replayed in one turn of the loop: whoever asks for all of them holds up nothing."""
+ASKS_MAX: Final = 64
+"""Replays under way; further ones wait in the socket."""
 _POLL_S: Final = 0.05
 
 _log = logging.getLogger(__name__)
+
+
+class EventsBindError(KVError):
+    """An address for KV events cannot be had."""
+
+    code = 7052
+    template = "cannot serve KV events on {endpoint}: {cause}"
 
 
 class EventPublisher:
@@ -55,9 +68,15 @@ class EventPublisher:
         self._sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_MAX)
         self._kept_bytes = 0
+        self._asked: deque[tuple[bytes, int]] = deque()
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            EventsBindError: an address cannot be had.
+        """
         self._closed = asyncio.Event()
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -65,16 +84,18 @@ class EventPublisher:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, HWM)
             socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
-            socket.bind(endpoint)
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                raise EventsBindError(endpoint=endpoint, cause=error.strerror or str(error)) from error
 
     async def run(self) -> None:
         """Answer replays until closed."""
         assert self._closed is not None
         while not self._closed.is_set():
-            while self._answer_one():
-                pass
+            busy = self._answer_some()
             try:
-                await asyncio.wait_for(self._closed.wait(), _POLL_S)
+                await asyncio.wait_for(self._closed.wait(), 0.0 if busy else _POLL_S)
             except TimeoutError:
                 continue
 
@@ -123,7 +144,28 @@ class EventPublisher:
         while self._kept_bytes > REPLAY_BYTES_MAX:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _answer_one(self) -> bool:
+    def _answer_some(self) -> bool:
+        """Go on with the replay that waits longest; whether one is under way."""
+        while len(self._asked) < ASKS_MAX and self._take_ask():
+            pass
+        if not self._asked:
+            return False
+        route, start = self._asked.popleft()
+        first = max(0, start - self._kept[0][0]) if self._kept else 0
+        some = list(itertools.islice(self._kept, first, first + BATCHES_A_TURN))
+        try:
+            for sequence, payload in some:
+                self._router.send_multipart([route, b"", sequence_bytes(sequence), payload], zmq.NOBLOCK)
+            if len(some) == BATCHES_A_TURN:
+                self._asked.append((route, some[-1][0] + 1))
+            else:
+                self._router.send_multipart([route, b"", sequence_bytes(END_OF_REPLAY), b""], zmq.NOBLOCK)
+        except zmq.Again:
+            _log.warning("replay broken off cause=the follower is slow")
+        return bool(self._asked)
+
+    def _take_ask(self) -> bool:
+        """Take the next question for a replay; False when there is none."""
         try:
             frames = self._router.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -131,15 +173,7 @@ class EventPublisher:
         try:
             if len(frames) != 3 or frames[1]:
                 raise BadEventError("expected an empty frame and a sequence number")
-            start = read_sequence(frames[2])
+            self._asked.append((frames[0], read_sequence(frames[2])))
         except BadEventError as error:
             _log.info("replay refused cause=%s", error)
-            return True
-        try:
-            for sequence, payload in self._kept:
-                if sequence >= start:
-                    self._router.send_multipart([frames[0], b"", sequence_bytes(sequence), payload], zmq.NOBLOCK)
-            self._router.send_multipart([frames[0], b"", sequence_bytes(END_OF_REPLAY), b""], zmq.NOBLOCK)
-        except zmq.Again:
-            _log.warning("replay broken off cause=the follower is slow")
         return True
