@@ -79,6 +79,16 @@ async def test_what_tells_of_all_tenants_is_for_operators() -> None:
         assert await get(served, "/v1/models", KEY_OPS) == 401
 
 
+async def test_an_operators_key_is_asked_for_without_tenants_too() -> None:
+    """As every other process of the cluster asks for it."""
+    async with serving(say("x"), keys=ApiKeys((), [KEY_OPS])) as served:
+        for path in ("/metrics", "/status"):
+            assert await get(served, path, KEY_OPS) == 200
+            assert await get(served, path, KEY_A) == 401
+            assert await get(served, path, None) == 401
+        assert (await served.call("/v1/completions", BODY))[0] == 200
+
+
 async def test_without_keys_metrics_and_status_are_open_on_loopback() -> None:
     async with serving() as served:
         status, headers, raw = await served.call("/metrics")

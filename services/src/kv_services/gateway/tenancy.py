@@ -65,7 +65,7 @@ class ApiKeys:
 
     Args:
         tenants: who may ask for completions; none: everybody on this machine.
-        operator_keys: who may read /metrics and /status once there are tenants, since those tell of all of them.
+        operator_keys: who may read /metrics and /status; without tenants and such keys, everybody on this machine.
     """
 
     def __init__(self, tenants: Iterable[TenantSettings] = (), operator_keys: Iterable[str] = ()) -> None:
@@ -122,13 +122,15 @@ class ApiKeys:
             AuthenticationError: no key, or nobody's.
             PermissionDeniedError: a tenant's key, or no operator key is configured.
         """
-        if self.open:
+        if self.open and not self._operators:
             return
         given = _digest(_bearer(authorization))
         known = False
         for digest in self._operators:
             known |= hmac.compare_digest(digest, given)
         if not known:
+            if self.open:
+                raise AuthenticationError(detail="incorrect operator's key")
             self.caller(authorization)
             raise PermissionDeniedError(detail="this path needs an operator's key")
 
