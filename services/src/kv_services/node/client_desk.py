@@ -230,9 +230,11 @@ class ClientDesk:
             put.done.set_result(first + len(names))
 
     async def _on_finish(self, request: Request[FinishPut]) -> Reply:
-        put = self._puts.get(request.message.put_id) or self._ended.pop(request.message.put_id, None)
+        put_id = request.message.put_id
+        put = self._puts.get(put_id) or self._ended.get(put_id)
         if put is None or put.client != request.sender:
-            raise UnknownReceiptError(receipt=request.message.put_id, owner=request.sender)
+            raise UnknownReceiptError(receipt=put_id, owner=request.sender)
+        self._ended.pop(put_id, None)
         return PutStored(await asyncio.shield(put.done))
 
     def _on_pin(self, request: Request[PinBlocks]) -> Reply:

@@ -33,6 +33,8 @@ from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
 PROMOTE_NS: Final = 10_000_000_000
 PAST_REQUESTS_MAX: Final = 256
+PAST_BYTES_MAX: Final = 32 << 20
+"""Tokens of past requests; the latest is remembered whatever its length."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +76,9 @@ class _Pin:
 class PastRequests:
     """The prompts of the latest requests of one node, by their ids."""
 
-    def __init__(self, limit: int = PAST_REQUESTS_MAX) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = PAST_REQUESTS_MAX, bytes_max: int = PAST_BYTES_MAX) -> None:
+        self._limit, self._bytes_max = limit, bytes_max
+        self._nbytes = 0
         self._prompts: OrderedDict[str, tuple[Namespace, bytes]] = OrderedDict()
         self._listeners: list[Callable[[Namespace, bytes], None]] = []
 
@@ -85,10 +88,11 @@ class PastRequests:
 
     def note(self, request_id: str, namespace: Namespace, tokens: bytes) -> None:
         """Remember a request."""
+        former = self._prompts.pop(request_id, None)
+        self._nbytes += len(tokens) - (len(former[1]) if former else 0)
         self._prompts[request_id] = namespace, tokens
-        self._prompts.move_to_end(request_id)
-        while len(self._prompts) > self._limit:
-            self._prompts.popitem(last=False)
+        while len(self._prompts) > self._limit or (self._nbytes > self._bytes_max and len(self._prompts) > 1):
+            self._nbytes -= len(self._prompts.popitem(last=False)[1][1])
         for listener in self._listeners:
             listener(namespace, tokens)
 

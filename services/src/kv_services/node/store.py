@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kv_bus.interface import Reply, Request
 from kv_client.messages import LeaseRenewed, RenewLease
+from kv_core.errors import KVError
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import EXACT, Fidelity
@@ -111,6 +112,7 @@ class LeaseDesk:
 
         Raises:
             PrefixError: the prefix is not here, or has other tokens (L1).
+            TransportError: the blocks that are asked for are not those of the prefix.
         """
         ctx = self._ctx
         lease = ctx.pool.lease(
@@ -123,14 +125,19 @@ class LeaseDesk:
         )
         lease_id = next(self._ids)
         size = ctx.block_size
-        grant = ctx.transfers.lease_reads(
-            RequestId(f"lease-{lease_id}"),
-            lease.refs,
-            seq_start=first_block * size,
-            seq_end=num_blocks * size,
-            lease_ms=max(1, lease_ns // 1_000_000),
-            fidelity=ctx.exact.fidelity(published, [ref.slot for ref in lease.refs]),
-        )
+        try:
+            grant = ctx.transfers.lease_reads(
+                RequestId(f"lease-{lease_id}"),
+                lease.refs,
+                seq_start=first_block * size,
+                seq_end=num_blocks * size,
+                lease_ms=max(1, lease_ns // 1_000_000),
+                fidelity=ctx.exact.fidelity(published, [ref.slot for ref in lease.refs]),
+            )
+        except KVError:
+            # Nobody would ever give it back: whoever asked was told no.
+            ctx.pool.release(lease.receipt)
+            raise
         self._leases[lease_id] = _Lease(reader, lease.receipt, grant.ticket)
         return lease_id, grant.to_bytes()
 

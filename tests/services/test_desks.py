@@ -1,0 +1,86 @@
+"""What a node's desks keep, and for how long."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kv_client.messages import FinishPut, PutStored
+from kv_core.clock import SystemClock
+from kv_core.hashing import hash_tokens, token_digest
+from kv_core.ids import NodeId, RegionId
+from kv_core.namespace import Namespace
+from kv_prefix.block_pool import BlockPool
+from kv_prefix.errors import UnknownReceiptError
+from kv_services.node.client_desk import ClientDesk, _Put
+from kv_services.node.context import NodeContext
+from kv_services.node.prefix_desk import PastRequests
+from kv_services.node.store import LeaseDesk
+from kv_transport.errors import InvalidDescriptor
+
+NS = Namespace("model", "weights", block_size=4)
+TOKENS = list(range(8))
+
+
+def test_past_requests_are_remembered_within_their_number_and_bytes() -> None:
+    past = PastRequests(limit=3, bytes_max=100)
+    for number in range(5):
+        past.note(f"r{number}", NS, bytes(10))
+    assert [past.get(f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
+    past.note("r2", NS, bytes(20))
+    past.note("long", NS, bytes(85))
+    assert past.get("long") is not None and past.get("r2") is None and past.get("r4") is None
+    past.note("longest", NS, bytes(1_000))
+    assert past.get("longest") is not None and past.get("long") is None
+    past.note("short", NS, bytes(1))
+    assert past.get("short") is not None and past.get("longest") is None
+
+
+def test_a_lease_that_no_grant_comes_of_pins_nothing() -> None:
+    """A reader that asks for other blocks than its prefix has is refused, and holds nothing until its lease is over."""
+    pool = BlockPool(4, 4, region=RegionId(1))
+    names = hash_tokens(NS, TOKENS)
+    opened = pool.open("r", None, 2)
+    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
+    pool.release(opened.table)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InvalidDescriptor(what="tokens", value=[0, 12], reason="2 blocks do not hold them")
+
+    ctx = SimpleNamespace(
+        pool=pool,
+        clock=SystemClock(),
+        block_size=4,
+        transfers=SimpleNamespace(lease_reads=refuse),
+        exact=SimpleNamespace(fidelity=lambda published, slots: published),
+    )
+    desk = LeaseDesk(cast(NodeContext, ctx))
+    with pytest.raises(InvalidDescriptor):
+        desk.grant(
+            NodeId("reader"),
+            NS.digest,
+            names[-1],
+            token_digest(TOKENS),
+            first_block=0,
+            num_blocks=3,
+            lease_ns=10**12,
+        )
+    assert len(desk) == 0 and not pool.holds() and pool.stats().pinned == 0
+
+
+async def test_how_a_put_ended_is_told_to_its_client_alone() -> None:
+    """Another one that names it, by mistake or to find out, takes nothing from whoever it is for."""
+    desk = ClientDesk(cast(NodeContext, SimpleNamespace()), lambda node: False, lambda node: None, set)
+    done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    done.set_result(5)
+    desk._ended[7] = _Put(NodeId("writer"), cast(Any, None), done)
+
+    async def ask(sender: str) -> object:
+        return await desk._on_finish(cast(Any, SimpleNamespace(message=FinishPut(7), sender=NodeId(sender))))
+
+    with pytest.raises(UnknownReceiptError):
+        await ask("another")
+    assert await ask("writer") == PutStored(5)
+    with pytest.raises(UnknownReceiptError):
+        await ask("writer")
