@@ -1,4 +1,4 @@
-"""One node's door to shared prefixes: find the longest one, share it by reference, let go of it.
+"""A door to shared prefixes for whoever has a pool: find the longest one, share it by reference, let go of it.
 
 Composes the block pool (what is here), the prefix index (what is elsewhere) and the hash scheme. It holds no clock:
 `advance(now_ns)` states the time, and ends the leases whose time has passed.
