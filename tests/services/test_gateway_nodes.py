@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from kv_bus.errors import BusTimeout, HandlerFailed
+from kv_bus.errors import BusTimeout, HandlerFailed, TooManyRequests
 from kv_consistency.errors import HolderLostError, ReplicaFencedError, StaleReplicaError
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
@@ -15,7 +15,7 @@ from kv_services.errors import NodeOverloadedError, RequestExpiredError, Request
 from kv_services.gateway.errors import GatewayError, NoNodesError, fault_of
 from kv_services.gateway.process import register_faults
 from kv_services.gateway.request_actor import RequestActor
-from kv_transport.errors import ConnectionLost
+from kv_transport.errors import ConnectionLost, QuarantineFull
 from tests.services.helpers_gateway_world import BUS, Answer, World
 
 T = TypeVar("T")
@@ -144,10 +144,18 @@ def test_a_node_that_stays_broken_costs_one_attempt_a_pause() -> None:
     assert 2 <= in_world(scenario) <= 4
 
 
-def test_a_node_that_is_only_full_is_not_held_for_broken() -> None:
+@pytest.mark.parametrize(
+    "full",
+    [
+        NodeOverloadedError(node="decode-1", waiting=1, limit=1),
+        TooManyRequests(node="decode-1", limit=1),
+        QuarantineFull(slots=1, peer="prefill-1", limit=1),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_node_that_is_only_full_is_not_held_for_broken(full: KVError) -> None:
     async def scenario(world: World) -> None:
         await world.start()
-        full = NodeOverloadedError(node="decode-1", waiting=1, limit=1)
         await failing(world, D1, full)
         assert world.noted("link_opened") == []
         assert len(world.nodes[D1].asked) > 3
