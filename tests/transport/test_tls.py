@@ -15,7 +15,7 @@ from kv_transport import TransportConfig
 from kv_transport.config import TlsConfig
 from kv_transport.errors import AuthenticationFailed, BackendUnavailable, ConnectionLost, NoTransport
 from tests.transport.helpers_proxy import proxied
-from tests.transport.helpers_tls import OPENSSL, authority, certificate
+from tests.transport.helpers_tls import OPENSSL, authority, certificate, openssl
 from tests.transport.helpers_transport import LARGE, Node, eventually, introduce, node
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates, and is not on this machine")
@@ -156,11 +156,16 @@ async def test_files_that_are_not_what_they_should_be_are_said_at_the_start(
 ) -> None:
     one, two, _ = authorities
     (tmp_path / "empty.pem").write_text("")
-    for tls in (
-        TlsConfig(tmp_path / "none.pem", one.key, one.ca),
-        TlsConfig(one.certificate, two.key, one.ca),
-        TlsConfig(one.certificate, one.key, tmp_path / "empty.pem"),
+    locked = tmp_path / "locked.key"
+    openssl(tmp_path, "pkey", "-in", str(one.key), "-aes128", "-passout", "pass:secret", "-out", str(locked))
+    for tls, named in (
+        (TlsConfig(tmp_path / "none.pem", one.key, one.ca), "none.pem"),
+        (TlsConfig(one.certificate, tmp_path / "none.key", one.ca), "none.key"),
+        (TlsConfig(one.certificate, two.key, one.ca), two.key.name),
+        (TlsConfig(one.certificate, one.key, tmp_path / "empty.pem"), "empty.pem"),
+        # Nobody is asked for a password: a service has no terminal.
+        (TlsConfig(one.certificate, locked, one.ca), "locked.key"),
     ):
-        with pytest.raises(BackendUnavailable, match="TLS"):
+        with pytest.raises(BackendUnavailable, match=f"TLS: .*{named}"):
             async with node("alone", settings(tls)):
                 await asyncio.sleep(0)

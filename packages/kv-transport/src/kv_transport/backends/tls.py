@@ -7,11 +7,13 @@ looked at.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import select
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +31,8 @@ class TlsLayer:
     def __init__(self, config: TlsConfig) -> None:
         """Raises `BackendUnavailable` for files that are missing or are not what they should be."""
         try:
+            for path in (config.certificate, config.key, config.ca):
+                path.open("rb").close()  # OpenSSL's own errors name no file
             self._server = _context(ssl.PROTOCOL_TLS_SERVER, config)
             self._client = _context(ssl.PROTOCOL_TLS_CLIENT, config)
             self.fingerprint: Final = _fingerprint(_first_certificate(config.certificate))
@@ -73,9 +77,20 @@ def _context(protocol: int, config: TlsConfig) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the fingerprint says more
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(config.certificate, config.key)
-    context.load_verify_locations(config.ca)
+    # Without a password given, OpenSSL would ask for that of an encrypted key where a service has no terminal.
+    with _told_of(config.certificate, config.key):
+        context.load_cert_chain(config.certificate, config.key, password="")
+    with _told_of(config.ca):
+        context.load_verify_locations(config.ca)
     return context
+
+
+@contextlib.contextmanager
+def _told_of(*paths: Path) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ValueError(f"{', '.join(map(str, paths))}: {error.reason or error}") from error
 
 
 def _first_certificate(path: Path) -> bytes:
