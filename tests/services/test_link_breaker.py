@@ -120,7 +120,7 @@ def test_what_a_transfer_does_by_itself_is_told_and_a_bad_link_is_counted_as_har
 
 
 def test_a_link_that_opens_and_closes_is_told_once_each() -> None:
-    recovery, events, _ = recoverer()
+    recovery, events, metrics = recoverer()
     for _ in range(FAILURES_MAX + 5):
         recovery.ended(PEER, "r", ERRORS[1][0], reading=True)
     assert not recovery.allows(PEER)
@@ -129,6 +129,9 @@ def test_a_link_that_opens_and_closes_is_told_once_each() -> None:
     kinds = [event.kind for event in events.recent()]
     assert kinds.count("link_opened") == kinds.count("link_closed") == 1
     assert {event.link for event in events.recent()} == {"decode-1>prefill-1"}
+    exposed = metrics.expose(0).decode()
+    assert 'kv_recoveries_total{action="link_opened"} 1.0' in exposed
+    assert 'kv_recoveries_total{action="link_closed"} 1.0' in exposed
 
 
 def test_the_ring_is_bounded_and_repetitions_are_counted() -> None:

@@ -62,6 +62,7 @@ class Recoverer:
         link = f"{ends[0]}>{ends[1]}"
         if error is None:
             if self.breakers.succeeded(peer):
+                self._metrics.recoveries.labels("link_closed").inc()
                 self._events.note("link_closed", link, "a transfer went well")
             return
         # What the transfer could do by itself it has done: tcp was tried, and so were three retries.
@@ -70,6 +71,7 @@ class Recoverer:
         self._metrics.recoveries.labels(kind_of(action)).inc()
         self._events.note(kind_of(action), link, f"{type(error).__name__}: {error}", request=request_id)
         if self.breakers.failed(peer, now_ns):
+            self._metrics.recoveries.labels("link_opened").inc()
             self._events.note("link_opened", link, f"its last transfers failed, the last one by: {error}")
 
     def allows(self, peer: NodeId) -> bool:
