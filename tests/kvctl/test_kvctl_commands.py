@@ -257,7 +257,8 @@ async def test_status_sends_the_operators_key(served: Serve) -> None:
 
     config = await served({"gateway": answer})
     keyed = msgspec.structs.replace(config, cluster=ClusterSection(operator_keys=["0123456789abcdef"]))
-    await ask_all(config)
+    rows = await ask_all(config)
+    assert rows[0].problem == "answers 401: it asks for one of its own cluster.operator_keys"
     await ask_all(keyed)
     assert seen == [None, "Bearer 0123456789abcdef"]
 

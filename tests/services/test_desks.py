@@ -1,23 +1,31 @@
 """What a node's desks keep, and for how long."""
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kv_client.messages import FinishPut, PutStored
+from kv_consistency.manager import KvCacheConsistencyManager
 from kv_core.clock import SystemClock
 from kv_core.hashing import hash_tokens, token_digest
-from kv_core.ids import NodeId, RegionId
+from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import UnknownReceiptError
+from kv_prefix.prefix_index import PrefixIndex
+from kv_services.metrics import Metrics
 from kv_services.node.client_desk import ClientDesk, _Put
 from kv_services.node.context import NodeContext
 from kv_services.node.prefix_desk import PastRequests
 from kv_services.node.store import LeaseDesk
+from kv_services.replica import service
+from kv_services.replica.service import ReplicaService
 from kv_transport.errors import InvalidDescriptor
+from tests.services.helpers_node_tiers import Life
 
 NS = Namespace("model", "weights", block_size=4)
 TOKENS = list(range(8))
@@ -67,6 +75,21 @@ def test_a_lease_that_no_grant_comes_of_pins_nothing() -> None:
             lease_ns=10**12,
         )
     assert len(desk) == 0 and not pool.holds() and pool.stats().pinned == 0
+
+
+def test_namespaces_in_use_are_remembered_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgotten by their scopes, they could not be purged with their tenant."""
+    monkeypatch.setattr(service, "NAMESPACES_MAX", 8)
+    manager = KvCacheConsistencyManager(NodeId("n"), Incarnation(1))
+    replica = ReplicaService(manager, SystemClock(), PrefixIndex(), Life(), Metrics("n", "decode"))
+    used = [replica.know(dataclasses.replace(NS, salt=f"tenant.{n}")) for n in range(3)]
+    for number in range(100):
+        other = replica.know(dataclasses.replace(NS, salt=f"other.{number}"))
+        replica.learn(msgspec.structs.replace(other, digest=number.to_bytes(16, "big")))
+        for n in range(3):
+            replica.know(dataclasses.replace(NS, salt=f"tenant.{n}"))
+        assert len(replica.namespaces()) <= 8
+    assert [replica.known(ref.digest, 4) for ref in used] == used
 
 
 async def test_how_a_put_ended_is_told_to_its_client_alone() -> None:

@@ -96,7 +96,9 @@ async def _ask(session: aiohttp.ClientSession, node: NodeConfig) -> NodeStatus:
         async with session.get(f"{node.http_url}/status") as response:
             body = await read_whole(response.content, STATUS_BYTES_MAX)
             if response.status != 200:
-                return NodeStatus(node, None, f"answers {response.status}")
+                asks = response.status in (401, 403)
+                why = ": it asks for one of its own cluster.operator_keys" if asks else ""
+                return NodeStatus(node, None, f"answers {response.status}{why}")
         report = decode_status(body)
     except (aiohttp.ClientConnectorError, TimeoutError) as error:
         return NodeStatus(node, None, why_silent(error, REQUEST_TIMEOUT_S))

@@ -68,7 +68,8 @@ from kv_services.tenants import tenant_scope
 
 TICK_S: Final = 0.1
 NAMESPACES_MAX: Final = 4096
-"""Namespaces a process remembers the purge scopes of; the oldest are forgotten, and are then purged by digest only."""
+"""Namespaces a process remembers the purge scopes of; those that were not used for longest are forgotten, and are then
+purged by digest only."""
 
 _log = logging.getLogger(__name__)
 
@@ -202,15 +203,16 @@ class ReplicaService:
                 tenant_scope(namespace.salt),
             )
             known = NamespaceRef(namespace.digest, namespace.block_size, tuple(sorted(scopes)))
-            self._namespaces[namespace.digest] = known
-            if len(self._namespaces) > NAMESPACES_MAX:
-                del self._namespaces[next(iter(self._namespaces))]
+            self._remember(known)
+        elif len(self._namespaces) >= NAMESPACES_MAX:
+            # What is in use stays, however many others come: forgotten, it could not be purged with its tenant.
+            self._namespaces[namespace.digest] = self._namespaces.pop(namespace.digest)
         return known
 
     def learn(self, namespace: NamespaceRef) -> None:
         """Remember what another node knows of a namespace, unless this one knows it itself."""
-        if namespace.scopes:
-            self._namespaces.setdefault(namespace.digest, namespace)
+        if namespace.scopes and namespace.digest not in self._namespaces:
+            self._remember(namespace)
 
     def known(self, digest: bytes, block_size: int) -> NamespaceRef:
         """A namespace by its digest, with what is remembered of it."""
@@ -338,6 +340,11 @@ class ReplicaService:
     def lag(self) -> dict[Origin, int]:
         """Updates of each living origin that are known to exist and not applied here."""
         return self.manager.lag()
+
+    def _remember(self, namespace: NamespaceRef) -> None:
+        self._namespaces[namespace.digest] = namespace
+        if len(self._namespaces) > NAMESPACES_MAX:
+            del self._namespaces[next(iter(self._namespaces))]
 
     def _now(self) -> Instant:
         return Instant(self._clock.monotonic_ns(), self._clock.wall_ns())
