@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Final, TextIO
 
 from rich.progress import Progress
@@ -50,7 +51,8 @@ def run(
     Args:
         record: a file to which a line of JSON is added for each seed, as soon as it and those before it have ended.
 
-    Progress and failures go to standard error. Ctrl-C ends the processes and leaves no file behind.
+    Progress and failures go to standard error. Ctrl-C and SIGTERM end the processes and leave no file behind; called
+    from the main thread, as signals are handled there.
 
     Raises:
         RecordError: the file cannot be opened; nothing was run.
@@ -63,6 +65,7 @@ def run(
     results: list[SimResult] = []
     seeds = range(first_seed, first_seed + num_seeds)
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _terminated))
         lines = None if record is None else stack.enter_context(_open_record(record))
         outcomes = stack.enter_context(closing(_outcomes(seeds, seconds, num_nodes, kinds or KINDS, jobs)))
         progress = stack.enter_context(Progress(console=messages()))
@@ -119,6 +122,12 @@ def _outcomes(
                 process.join()
             raise
         pool.shutdown()
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """End as after Ctrl-C: without it the semaphores of the pool would stay in /dev/shm."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; what is being cleared away must not be cut short
+    raise SystemExit(128 + number)
 
 
 def _open_record(path: Path) -> TextIO:
