@@ -56,6 +56,9 @@ class Owners:
         self.epochs[request_id] = self.epochs.get(request_id, 0) + 1
         return OwnerEpoch(self.epochs[request_id], Origin(GATEWAY, Incarnation(1))), b""
 
+    def news(self) -> None:
+        """It published everything at once."""
+
     def end(self, request_id: RequestId) -> None:
         if self.refusal is not None:
             raise self.refusal

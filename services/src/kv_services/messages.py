@@ -17,6 +17,7 @@ from kv_client.messages import LeasePrefix as LeasePrefix
 from kv_client.messages import NamespaceFields as NamespaceFields
 from kv_client.messages import PrefixLeased as PrefixLeased
 from kv_client.messages import ReleaseLease as ReleaseLease
+from kv_consistency.messages import UpdateBatch
 from kv_core import limits
 from kv_core.compatibility import Compatibility
 from kv_core.wire import Message
@@ -90,7 +91,8 @@ class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
     """Gateway to decode node: hold slots for these tokens and decode when their KV is there.
 
     `tokens` are the prompt and the `num_confirmed` tokens the client already has. With `compute_locally` no prefill
-    node will hand over: the decode node computes what it lacks itself.
+    node will hand over: the decode node computes what it lacks itself. `news` are the updates of the sender that are
+    not published yet, here and below: among them what `after` names, if it is so fresh.
     """
 
     request_id: Name
@@ -103,6 +105,7 @@ class ReserveDecode(Message, frozen=True, tag="reserve_decode"):
     compute_locally: bool = False
     after: bytes = b""
     retention: Retention | None = None
+    news: UpdateBatch | None = None
 
 
 class DecodeReserved(Message, frozen=True, tag="decode_reserved"):
@@ -129,6 +132,7 @@ class RunPrefill(Message, frozen=True, tag="run_prefill"):
     deadline_ns: Count
     after: bytes = b""
     retention: Retention | None = None
+    news: UpdateBatch | None = None
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):
@@ -158,6 +162,7 @@ class HandoverDone(Message, frozen=True, tag="handover_done"):
     num_tokens: Count
     checksum: Annotated[bytes, Meta(min_length=8, max_length=8)]
     after: bytes = b""
+    news: UpdateBatch | None = None
 
 
 class HandoverAccepted(Message, frozen=True, tag="handover_accepted"):

@@ -73,6 +73,11 @@ class Handover:
         """(layer, position) -> the CRC-64 of that cell as the receiver has it, where a lossy codec took it there."""
         return dict(self._flow.lossy_checks)
 
+    @property
+    def may_be_lossy(self) -> bool:
+        """Whether the receiver may get other bytes than the blocks hold: by a cast, or by a lossy codec."""
+        return self._cast or not all(Codec(codec).lossless for codec in self._grant.codecs)
+
     def explain(self) -> str:
         """Which codec was chosen last, and why: a line for an operator."""
         return self._flow.policy.explain()

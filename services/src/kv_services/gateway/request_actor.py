@@ -15,6 +15,7 @@ from kv_bus.actor import Actor
 from kv_bus.errors import BusError
 from kv_bus.interface import Bus
 from kv_consistency.errors import HolderLostError
+from kv_consistency.messages import UpdateBatch
 from kv_consistency.update import OwnerEpoch
 from kv_core.clock import Clock
 from kv_core.errors import KVError, RetryableError
@@ -92,6 +93,10 @@ class Ownership(Protocol):
 
     def own(self, request_id: RequestId) -> tuple[OwnerEpoch, bytes]:
         """Raise the request's epoch to the next one, ours; and a causal token of that."""
+        ...
+
+    def news(self) -> UpdateBatch | None:
+        """What was said and is not published yet: a node that must follow it is sent it along."""
         ...
 
     def end(self, request_id: RequestId) -> None:
@@ -320,6 +325,7 @@ class RequestActor(Actor[Event, Effect]):
             compute_locally=effect.prefill is None,
             after=self._after,
             retention=self._retention(),
+            news=self._ctx.ownership.news(),
         )
 
         def outcome(reply: Message | KVError) -> None:
@@ -346,6 +352,7 @@ class RequestActor(Actor[Event, Effect]):
             deadline_ns=self._left_ns(),
             after=self._after,
             retention=self._retention(),
+            news=self._ctx.ownership.news(),
         )
 
         figures = self._figures

@@ -116,6 +116,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
     async def _on_reserve(self, request: Request[ReserveDecode]) -> Reply:
         message, key = request.message, _key(request.message)
         namespace = message.namespace.namespace()
+        self._ctx.replica.hear_news(request.sender, request.incarnation, message.news)
         if message.after:
             await self._ctx.replica.caught_up(message.after, request.deadline_ns)
         self._ctx.replica.know(namespace)
@@ -150,6 +151,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         if arriving is None or arriving.closing or arriving.over or arriving.checksum.done():
             message = request.message
             raise UnknownRequestError(node=self._ctx.node_id, request_id=message.request_id, epoch=message.epoch)
+        self._ctx.replica.hear_news(request.sender, request.incarnation, request.message.news)
         arriving.checksum.set_result(request)
         return DEFERRED
 
@@ -369,7 +371,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         checksum = self._ctx.entry_checksum([ref.slot for ref in seq.refs[:full]])
         owner = self._owners[request_id, epoch]
         try:
-            self._ctx.replica.register_length(request_id, owner, num_tokens, checksum, seq.namespace, awaited=False)
+            self._ctx.replica.register_length(request_id, owner, num_tokens, checksum, seq.namespace)
         except KVError as error:
             self.complete(EndAsked(request_id, epoch, str(error)))
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from kv_bus.actor import Actor
 from kv_bus.interface import DEFERRED, Reply, Request
-from kv_consistency.update import OwnerEpoch
 from kv_core.block import BlockRef
 from kv_core.block_hashes import BlockHashes
 from kv_core.errors import KVError, LocalProtocolError
@@ -57,6 +56,7 @@ from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.prefix_reader import read_prefix
 from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
 from kv_services.node.retaining import retain_prompt
+from kv_services.node.sending import Sending, SendingSink
 from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, TransferPriority, TransferStats, WriteGrant
 from kv_transport.limits import PEERS_MAX
@@ -70,63 +70,6 @@ _log = logging.getLogger(__name__)
 _Key = tuple[RequestId, int]
 
 
-class _Sending:
-    """One hand-over at the sender, and the layers that were written before it could be opened."""
-
-    def __init__(self, effect: OpenHandover, deadline_ns: int, owner: OwnerEpoch) -> None:
-        self.owner = owner
-        self.refs = effect.refs
-        self.first_block = effect.first_block
-        self.ready_blocks = effect.ready_blocks
-        self.deadline_ns = deadline_ns
-        self.handover: Handover | None = None
-        self.opened = asyncio.get_running_loop().create_future()
-        self.finish = asyncio.get_running_loop().create_future()
-        self.aborted: KVError | None = None
-        self._early: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def layer_written(self, layer: int, first_block: int, end_block: int) -> None:
-        """In the compute thread: send what the decode node lacks of these blocks."""
-        with self._lock:
-            if self.handover is None:
-                self._early.append((layer, first_block, end_block))
-                return
-        self._submit(self.handover, layer, first_block, end_block)
-
-    def begin(self, handover: Handover, num_layers: int) -> None:
-        """On the loop: send what was complete before, layer by layer, then what was written meanwhile."""
-        if self.ready_blocks > self.first_block:
-            blocks = self.refs[self.first_block : self.ready_blocks]
-            for layer in range(num_layers):
-                handover.submit(layer, blocks, 0)
-        with self._lock:
-            early, self._early = self._early, []
-            self.handover = handover
-        for layer, first_block, end_block in early:
-            first = max(first_block, self.first_block)
-            if first < end_block:
-                handover.submit(layer, self.refs[first:end_block], first - self.first_block)
-
-    def _submit(self, handover: Handover, layer: int, first_block: int, end_block: int) -> None:
-        first = max(first_block, self.first_block)
-        if first < end_block:
-            handover.submit_threadsafe(layer, self.refs[first:end_block], first - self.first_block)
-
-
-class _PrefillSink:
-    """Seals what is written, and hands over what the decode node lacks of it."""
-
-    def __init__(self, ctx: NodeContext, sending: _Sending, slots: Sequence[int]) -> None:
-        self._arena = ctx.arena
-        self._sending = sending
-        self._slots = slots
-
-    def layer_written(self, layer: int, first_block: int, end_block: int) -> None:
-        self._arena.seal(layer, self._slots[first_block:end_block])
-        self._sending.layer_written(layer, first_block, end_block)
-
-
 class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
     """Runs the prefill machine of one node."""
 
@@ -137,7 +80,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._model = model
         self._cost = cost
         self._asked: dict[_Key, Request[RunPrefill]] = {}
-        self._sending: dict[_Key, _Sending] = {}
+        self._sending: dict[_Key, Sending] = {}
         self._stops: dict[_Key, threading.Event] = {}
         self._announced: set[_Key] = set()
         self._codecs: dict[str, str] = {}
@@ -155,6 +98,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         message = request.message
         key = (RequestId(message.request_id), message.epoch)
         namespace = message.namespace.namespace()
+        self._ctx.replica.hear_news(request.sender, request.incarnation, message.news)
         if message.after:
             await self._ctx.replica.caught_up(message.after, request.deadline_ns)
         self._ctx.replica.know(namespace)
@@ -248,7 +192,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                     asked.fail(error)
         self._ctx.flush_pool_events()
 
-    def cancel_wait(self, sending: _Sending) -> None:
+    def cancel_wait(self, sending: Sending) -> None:
         """Wake the hand-over's job, which sees that it was aborted."""
         if not sending.finish.done():
             sending.finish.set_result(None)
@@ -270,6 +214,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             self._announced.discard(key)
             # First the claims of what was computed, then the word that follows them.
             self._ctx.flush_pool_events()
+            self._ctx.replica.say()
             manager = self._ctx.replica.manager
             after = manager.token_of_claims(manager.origin).to_bytes()
             self._ctx.bus.publish(PrefixComputed(_computation(key), after))
@@ -280,11 +225,11 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         assert job is not None, effect
         asked = self._asked[key]
         owner = origin_epoch(asked.sender, asked.incarnation, effect.epoch)
-        sending = self._sending[key] = _Sending(effect, job.deadline_ns, owner)
+        sending = self._sending[key] = Sending(effect, job.deadline_ns, owner)
         grant = WriteGrant.from_bytes(asked.message.grant)
         self.start_job(("handover", *key), self._hand_over(key, effect, grant, sending), _as_event)
 
-    async def _hand_over(self, key: _Key, effect: OpenHandover, grant: WriteGrant, sending: _Sending) -> PrefillEvent:
+    async def _hand_over(self, key: _Key, effect: OpenHandover, grant: WriteGrant, sending: Sending) -> PrefillEvent:
         """One hand-over from its opening to the decode node's word that the entry is right."""
         handover: Handover | None = None
         result: HandoverStats | KVError
@@ -296,10 +241,8 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             await sending.finish
             if sending.aborted is not None:
                 raise sending.aborted
-            left_ns = sending.deadline_ns - self._ctx.clock.monotonic_ns()
-            stats = await handover.finish(max(1, left_ns // 1_000_000))
+            stats = await self._finish(key, effect, sending, handover)
             self._note_codec(effect.decode_node, handover, stats)
-            await self._confirm(key, effect, sending, handover)
             result = HandoverStats(stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns)
         except KVError as error:
             result = error
@@ -319,6 +262,25 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 # Computing on would be for nobody.
                 stop.set()
         return HandoverEnded(*key, result=result)
+
+    async def _finish(self, key: _Key, effect: OpenHandover, sending: Sending, handover: Handover) -> TransferStats:
+        """Have the last bytes verified, and the checksum over all of them compared."""
+        left_ms = max(1, (sending.deadline_ns - self._ctx.clock.monotonic_ns()) // 1_000_000)
+        slots = [ref.slot for ref in sending.refs[sending.first_block :]]
+        if handover.may_be_lossy or not self._ctx.arena.checks[:, slots].all():
+            # What the decode node must have is known when the last of it was sent.
+            stats = await handover.finish(left_ms)
+            await self._confirm(key, effect, sending, handover)
+            return stats
+        # The word travels beside the last bytes: the decode node compares when it has both. If they fail, it fails.
+        confirmed = asyncio.ensure_future(self._confirm(key, effect, sending, handover))
+        try:
+            stats = await handover.finish(left_ms)
+            await confirmed
+        finally:
+            confirmed.cancel()
+            await asyncio.gather(confirmed, return_exceptions=True)
+        return stats
 
     def codec_choices(self) -> dict[str, str]:
         """How KV was last written to each decode node, and why."""
@@ -341,7 +303,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             before += _begun(job.start, size, effect.refs, job.copy)
         return self._ctx.exact.fidelity(job.namespace.fidelity, before)
 
-    async def _confirm(self, key: _Key, effect: OpenHandover, sending: _Sending, handover: Handover) -> None:
+    async def _confirm(self, key: _Key, effect: OpenHandover, sending: Sending, handover: Handover) -> None:
         """Have the decode node compare the checksum over all block CRCs with ours (C4)."""
         job = self.machine.job(*key)
         assert job is not None, key
@@ -351,7 +313,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         entry = self._ctx.entry_checksum(slots[: job.num_needed // self._ctx.block_size])
         replica.register_length(key[0], sending.owner, job.num_needed, entry, job.namespace)
         token = replica.token(key[0])
-        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token)
+        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token, replica.news())
         await self._ctx.bus.request(effect.decode_node, done, expect=HandoverAccepted, deadline_ns=sending.deadline_ns)
 
     def _compute(self, effect: StartPrefill) -> None:
@@ -359,14 +321,16 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         stop = self._stops[key] = threading.Event()
         arena = self._ctx.arena
         slots = tuple(ref.slot for ref in effect.refs)
-        sink = _PrefillSink(self._ctx, self._sending[key], slots)
+        sending, now_ns = self._sending[key], self._ctx.clock.monotonic_ns
         copy = BlockCopy(effect.copy.src, effect.copy.dst, effect.copy.num_tokens) if effect.copy else None
         size, exact = self._ctx.block_size, self._ctx.exact
         whole = exact.all_exact(_begun(effect.start, size, effect.refs, effect.copy))
         computed = slots[effect.start // size if whole else -(-effect.start // size) :]
 
         def call() -> None:
+            sink = SendingSink(arena, sending, slots, now_ns)
             run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, slots, sink, stop, copy)
+            sink.send()
 
         async def compute() -> PrefillEvent:
             error: KVError | None = None

@@ -124,6 +124,7 @@ class ShardCoordinator(Actor[CoordinatorEvent, CoordinatorEffect]):
         if self._engine is None:
             raise NoKVRoleError(node=ctx.node_id, role=ctx.node.role.value, work="sequences in pieces")
         namespace = message.namespace.namespace()
+        ctx.replica.hear_news(request.sender, request.incarnation, message.news)
         if message.after:
             await ctx.replica.caught_up(message.after, request.deadline_ns)
         ctx.past.note(message.request_id, namespace, message.tokens)

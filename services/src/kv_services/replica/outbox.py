@@ -1,24 +1,27 @@
-"""This node's updates on their way to the others: at once, or together with what follows within a few milliseconds.
+"""This node's updates on their way to the others: together with what follows within a few milliseconds.
 
-A decode step lengthens every sequence of its batch, and each lengthening is an update. Told one by one they would cost
-every member of the cluster a message per token; nobody waits for them, so they may wait for each other.
+A decode step lengthens every sequence of its batch, and each lengthening is an update; a request begins and ends, and a
+prefill stores its blocks. Told one by one they would cost every member of the cluster a message each, just when that
+request is to be served. Whoever must follow an update sooner than it is published is sent it along with the message
+that names it (`waiting`), so nobody waits for these milliseconds.
 
 U1: updates are published in the order they were made. U2: none waits longer than `PATIENCE_S`, which is less than the
-staleness that raises an alarm. U3: what is said at once follows what waited.
+staleness that raises an alarm. U3: what waits is bounded in updates and bytes.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 from kv_consistency.messages import UpdateBatch
+from kv_consistency.update import estimated_nbytes
 from kv_core.errors import KVError
 
 PATIENCE_S: Final = 0.005
 TOGETHER_MAX: Final = 256
-"""Updates of one message: lengthenings take less than 256 B each, so it stays far below a message's limit."""
+TOGETHER_BYTES_MAX: Final = 64 << 10
+"""What is larger by itself leaves at once, and is not sent along: it is published as soon as it could arrive so."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,35 +32,29 @@ class UpdateOutbox:
     def __init__(self, publish: Callable[[UpdateBatch], None]) -> None:
         self._publish = publish
         self._waiting: UpdateBatch | None = None
+        self._nbytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._patient = False
 
-    @contextmanager
-    def patient(self, may_wait: bool) -> Iterator[None]:
-        """What is added inside may wait for more."""
-        before, self._patient = self._patient, may_wait
-        try:
-            yield
-        finally:
-            self._patient = before
+    @property
+    def waiting(self) -> UpdateBatch | None:
+        """What is not published yet; whoever applies it has applied what was published before, or waits for that."""
+        return self._waiting
 
     def add(self, batch: UpdateBatch) -> None:
-        """Take the next updates, in order.
-
-        Raises:
-            KVError: of the bus, for one that may not wait.
-        """
-        if not self._patient:
-            self.late()
-            self._publish(batch)
-            return
+        """Take the next updates, in order."""
+        nbytes = sum(map(estimated_nbytes, batch.updates))
         waiting = self._waiting
-        if waiting is not None and len(waiting.updates) + len(batch.updates) > TOGETHER_MAX:
-            self.late()
-            waiting = None
+        if waiting is not None:
+            full = len(waiting.updates) + len(batch.updates) > TOGETHER_MAX
+            if full or self._nbytes + nbytes > TOGETHER_BYTES_MAX:
+                self.late()
+                waiting = None
         updates = batch.updates if waiting is None else waiting.updates + batch.updates
         self._waiting = UpdateBatch(batch.origin, batch.head, updates)
-        if self._timer is None:
+        self._nbytes += nbytes
+        if self._nbytes > TOGETHER_BYTES_MAX:
+            self.late()
+        elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self.late)
 
     def late(self) -> None:
@@ -65,7 +62,7 @@ class UpdateOutbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        batch, self._waiting = self._waiting, None
+        batch, self._waiting, self._nbytes = self._waiting, None, 0
         if batch is None:
             return
         try:

@@ -234,6 +234,7 @@ class ReplicaService:
         """Make everything below these scopes unreadable, on every node; what is stored later follows the purge."""
         token = self._within_bound(lambda: self.manager.raise_scopes(scopes, at=self._now()))
         self._drain()
+        self.say()
         return token
 
     def pool_events(self, events: Sequence[pool_events.PoolEvent], block_size: int) -> None:
@@ -270,14 +271,8 @@ class ReplicaService:
         num_tokens: int,
         checksum: int,
         namespace: Namespace,
-        *,
-        awaited: bool = True,
     ) -> None:
         """Publish that KV of the first `num_tokens` tokens of a request is readable here.
-
-        Args:
-            awaited: somebody elsewhere is about to read it, so it leaves at once; else together with what else
-                grows within a few milliseconds.
 
         Raises:
             FencedError: the request has a newer owner.
@@ -293,8 +288,7 @@ class ReplicaService:
                 at=self._now(),
             )
         )
-        with self._outbox.patient(not awaited):
-            self._drain()
+        self._drain()
 
     def verify(self, request_id: RequestId, owner: OwnerEpoch, num_tokens: int) -> None:
         """See that KV of the first `num_tokens` tokens may be read for this owner.
@@ -307,6 +301,19 @@ class ReplicaService:
     def token(self, request_id: RequestId) -> bytes:
         """What a read elsewhere must follow to see the request's entry as it is here."""
         return self.manager.token(request_id).to_bytes()
+
+    def news(self) -> UpdateBatch | None:
+        """What was made here and is not published yet: goes along with a token, so that its reader need not wait."""
+        return self._outbox.waiting
+
+    def say(self) -> None:
+        """Publish at once what was made here: what is published next must not run ahead of it."""
+        self._outbox.late()
+
+    def hear_news(self, peer: NodeId, incarnation: Incarnation, news: UpdateBatch | None) -> None:
+        """Take a peer's `news`; they come once more when they are published, which changes nothing."""
+        if news is not None:
+            self._hear(Received(self._now(), peer, news, incarnation))
 
     async def caught_up(self, token: bytes, deadline_ns: int) -> None:
         """Wait until everything `token` names is applied here.
@@ -463,7 +470,7 @@ class ReplicaService:
     def _send(self, peer: NodeId, message: Message) -> None:
         if self._bus is None:
             return
-        self._outbox.late()  # what is said of our updates must not run ahead of them
+        self.say()  # what is said of our updates must not run ahead of them
         try:
             self._bus.send(peer, message)
         except KVError as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from kv_consistency.messages import UpdateBatch
 from kv_core import limits
 from kv_core.sharding import Placement
 from kv_core.wire import Message
@@ -55,6 +56,7 @@ class ReserveSharded(Message, frozen=True, tag="reserve_sharded"):
     deadline_ns: Count
     pieces: Annotated[tuple[PieceFields, ...], Meta(min_length=1, max_length=PIECES_MAX)]
     after: bytes = b""
+    news: UpdateBatch | None = None
 
 
 class OpenShard(Message, frozen=True, tag="open_shard"):
@@ -131,6 +133,7 @@ def in_pieces(message: ReserveDecode, pieces: Sequence[Placement]) -> ReserveSha
         deadline_ns=message.deadline_ns,
         pieces=tuple(PieceFields(p.node, p.layer_start, p.layer_end, p.token_start, p.token_end) for p in pieces),
         after=message.after,
+        news=message.news,
     )
 
 
