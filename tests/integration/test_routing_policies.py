@@ -42,3 +42,16 @@ async def test_the_policy_of_the_file_is_the_one_that_places(policy: Policy, mos
             used[str(answer.fabric["decode_node"])] += 1
         assert len(used) == nodes
         assert max(used.values()) == most
+
+
+@pytest.mark.asyncio
+async def test_a_short_rest_is_computed_where_it_is_decoded_and_a_long_one_is_handed_over() -> None:
+    """Before anything was measured a token is expected to take a millisecond."""
+    async with running(routing=RoutingSection(decode_alone_ms=300)) as fabric:
+        for seed, length, moves in ((1, 256, False), (2, 400, True)):
+            tokens = prompt(seed, length)
+            answer = await fabric.ask(tokens, 4)
+            assert answer.is_right(tokens, 4), answer
+            assert (answer.moved > 0) == moves, answer
+            assert bool(answer.fabric.get("prefill_node")) == moves, answer
+        await fabric.settle()

@@ -197,6 +197,16 @@ class RoutingSection(_Section, frozen=True, kw_only=True):
             "are even; power_of_two: less loaded of two; round_robin: in turn; consistent_hash: by the prompt's start"
         ),
     ] = "kv_aware"
+    decode_alone_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000,
+            description="what a decode node lacks of a prompt it computes itself when that is expected to take at most "
+            "so long, at the rate that the prefill node reports; a hand-over takes some milliseconds by itself. It "
+            "holds up the node's other answers for as long. 0: never",
+        ),
+    ] = 0.0
 
 
 class ShardingSection(_Section, frozen=True, kw_only=True):

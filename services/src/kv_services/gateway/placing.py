@@ -35,11 +35,13 @@ class Placer:
     Args:
         decode_policy, prefill_policy: one policy object each, since some keep a turn.
         block_size: tokens per block.
+        alone_ms: a decode node computes itself what is expected to take it no longer than this; 0: it never does.
     """
 
     decode_policy: PlacementPolicy
     prefill_policy: PlacementPolicy
     block_size: int
+    alone_ms: float = 0.0
     _assigned: dict[NodeId, dict[RequestId, int]] = field(default_factory=dict)
 
     def choose(
@@ -74,6 +76,8 @@ class Placer:
                 device, host, disk, remote = overlap.get(node_id, NO_OVERLAP)
                 overlap[node_id] = (device, host + blocks, disk, remote)
             prefill = self.prefill_policy.place(request, self._candidates(prefill_nodes, overlap, decoding=False))
+            if self._quick(num_tokens - decode.overlap_blocks * self.block_size, prefill_nodes[prefill.node]):
+                prefill = None
         return NodeChoice(decode, prefill)
 
     def assign(self, node_id: NodeId, request_id: RequestId, num_blocks: int) -> None:
@@ -87,6 +91,10 @@ class Placer:
     def load(self, node_id: NodeId) -> int:
         """Blocks this gateway has assigned to a node and not yet seen done."""
         return sum(self._assigned.get(node_id, {}).values())
+
+    def _quick(self, num_tokens: int, load: Load) -> bool:
+        """Whether so many tokens are computed within `alone_ms`, at the rate of a node that computes prompts."""
+        return num_tokens * 1e3 <= self.alone_ms * load.tokens_per_second
 
     def _candidates(
         self, nodes: dict[NodeId, Load], overlap: dict[NodeId, tuple[int, int, int, int]], *, decoding: bool

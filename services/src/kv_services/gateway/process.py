@@ -78,8 +78,13 @@ def build(base: Base) -> list[ChildSpec]:
     config, node = base.config, base.node
     info, tokenizer = open_text(EngineSpec(config.model.engine, model_path(config), config.model.max_context))
     base.serves(config.model.id, info.weights_revision)
-    policy = config.routing.policy
-    placer = Placer(make_placement_policy(policy), make_placement_policy(policy), config.model.block_size)
+    routing = config.routing
+    placer = Placer(
+        make_placement_policy(routing.policy),
+        make_placement_policy(routing.policy),
+        config.model.block_size,
+        routing.decode_alone_ms,
+    )
     in_flight = InFlightWatch(base.cluster, base.clock)
     lookup = PrefixLookup(config, base.index, info.weights_revision, in_flight)
     completer = ClusterCompleter(
