@@ -1,6 +1,7 @@
 """Two requests with one beginning at once: it is computed once, whichever nodes they go to; a death ends the wait."""
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -21,21 +22,23 @@ def pair(seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*beginning, *prompt(seed + 1, REST + 1)), (*beginning, *prompt(seed + 2, REST + 1))
 
 
-async def computed(fabric: Fabric) -> float:
+async def computed(fabric: Fabric, nodes: Sequence[str] = NODES) -> float:
     found = 0.0
-    for node in NODES:
+    for node in nodes:
         _, text = await fabric.get(node, "/metrics")
         lines = (line.rsplit(" ", 1) for line in text.splitlines())
         found += sum(float(value) for key, value in lines if key == 'kv_tokens_total{phase="prefill"}')
     return found
 
 
-async def working(fabric: Fabric) -> list[str]:
-    """The prefill nodes at work."""
-    return [node for node in NODES if (await fabric.status(node)).running]
+async def working(fabric: Fabric, nodes: Sequence[str] = NODES) -> list[str]:
+    """Those of the nodes that are at work."""
+    return [node for node in nodes if (await fabric.status(node)).running]
 
 
-async def first_and_second(fabric: Fabric, seed: int) -> "tuple[asyncio.Task[bool], asyncio.Task[bool], str]":
+async def first_and_second(
+    fabric: Fabric, seed: int, nodes: Sequence[str] = NODES
+) -> "tuple[asyncio.Task[bool], asyncio.Task[bool], str]":
     """The second is asked for while a node computes the first; also which node that is."""
     first, second = pair(seed)
 
@@ -46,7 +49,7 @@ async def first_and_second(fabric: Fabric, seed: int) -> "tuple[asyncio.Task[boo
     at: list[str] = []
 
     async def begun() -> bool:
-        at[:] = await working(fabric)
+        at[:] = await working(fabric, nodes)
         return bool(at)
 
     await until(begun)
@@ -91,3 +94,23 @@ async def test_the_router_sends_the_second_request_to_the_node_that_computes() -
         assert await computed(fabric) - before == SHARED + 2 * REST, "the beginning was computed twice"
         assert not any([await fabric.metric(node, "kv_prefix_waits_total") for node in NODES])
         await fabric.settle()
+
+
+async def test_where_decode_nodes_compute_a_second_request_waits_for_the_first() -> None:
+    nodes = ("decode-1", "decode-2")
+    async with running(prefill=0, decode=2, model=SLOW) as fabric:
+        for seed in range(2):
+            tokens = prompt(900 + seed, 8 * BLOCK + 1)
+            assert (await fabric.ask(tokens, 1)).is_right(tokens, 1)
+        before = await computed(fabric, nodes)
+        one, two, node = await first_and_second(fabric, 10, nodes)
+        # It holds nothing meanwhile, and is where its beginning is being computed.
+        await until(lambda: _waits_at(fabric, node))
+        announced = (await fabric.status(node)).open["announcements"]
+        assert await one and await two
+        assert announced == 1 and await computed(fabric, nodes) - before == SHARED + 2 * REST
+        await fabric.settle()
+
+
+async def _waits_at(fabric: Fabric, node: str) -> bool:
+    return (await fabric.status(node)).waiting == 1

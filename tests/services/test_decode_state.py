@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_core.errors import KVError, RetryableError
+from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RegionId, RequestId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_services.engine.interface import Parked
 from kv_services.errors import EpochFencedError, NodeOverloadedError, RequestExpiredError, RequestTooLargeError
 from kv_services.messages import OutputToken, Sampling
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.decode_events import (
     CloseInbound,
     Computed,
@@ -289,6 +291,7 @@ class World:
     pool: BlockPool
     inbound: dict[tuple[RequestId, int], bool] = field(default_factory=dict)
     computing: list[tuple[RequestId, int]] = field(default_factory=list)
+    announced: dict[tuple[RequestId, int], set[BlockHash]] = field(default_factory=dict)
     step_items: tuple[StepItem, ...] | None = None
     unanswered: set[tuple[RequestId, int]] = field(default_factory=set)
     sent: dict[tuple[RequestId, int], int] = field(default_factory=dict)
@@ -324,6 +327,15 @@ class World:
                 self.inbound[request_id, epoch] = True
             case ReplyReserved(request_id, epoch) | RefuseReserve(request_id, epoch):
                 self.unanswered.discard((request_id, epoch))
+            case AnnounceBlocks(request_id, epoch, hashes):
+                # D7: of those that are still wanted, no two compute one block.
+                others = [names for key, names in self.announced.items() if self.m.sequence(*key) is not None]
+                assert (request_id, epoch) not in self.announced
+                assert not any(names.intersection(hashes) for names in others)
+                self.announced[request_id, epoch] = set(hashes)
+            case WithdrawBlocks(request_id, epoch):
+                assert (request_id, epoch) not in self.computing
+                del self.announced[request_id, epoch]
             case StartCompute(request_id, epoch):
                 self.computing.append((request_id, epoch))
             case StartStep(items):
@@ -387,7 +399,7 @@ def test_nothing_is_lost_leaked_or_written_by_two_whatever_happens(
             w.step(StepFinished(tuple(outcome(item, 1) for item in items)))
     assert pool.stats().pinned == 0 and pool.holds() == []
     assert m.num_running == m.num_waiting == 0
-    assert w.unanswered == set()
+    assert w.unanswered == set() and w.announced == {}
 
 
 def happen(w: World, kind: str, now: int, pick: int, number: int, epochs: dict[int, int]) -> None:

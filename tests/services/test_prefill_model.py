@@ -11,9 +11,9 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import RequestId
 from kv_prefix.block_pool import BlockPool
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.prefill_events import (
     AbortHandover,
-    AnnounceBlocks,
     CancelCompute,
     FinishHandover,
     HandoverEnded,
@@ -32,7 +32,6 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
-    WithdrawBlocks,
 )
 from kv_services.node.prefill_state import PrefillMachine
 from tests.services.helpers_prefill import (

@@ -14,8 +14,8 @@ from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RegionId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.in_flight import InFlight, Wait
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.prefill_events import (
-    AnnounceBlocks,
     AwaitedEnded,
     HandoverEnded,
     NoteWaited,
@@ -32,7 +32,6 @@ from kv_services.node.prefill_events import (
     StartPrefill,
     StartPull,
     WaitOutcome,
-    WithdrawBlocks,
 )
 from kv_services.node.prefill_job import JobState
 from kv_services.node.prefill_state import PrefillMachine

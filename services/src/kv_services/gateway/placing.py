@@ -68,13 +68,14 @@ class Placer:
         overlap = {match.holder.node: match.by_tier for match in holders}
         prefix_key = hashes[0].sequence if hashes else request_id.encode()
         request = PlacementRequest(request_id.encode(), prefix_key, len(hashes))
+        if not prefill_nodes:
+            # The decode node will compute what it lacks.
+            _add(overlap, coming)
         decode = self.decode_policy.place(request, self._candidates(decode_nodes, overlap, decoding=True))
         prefill = None
         prefill_nodes = feeding(prefill_nodes, decode.node)
         if prefill_nodes:
-            for node_id, blocks in (coming or {}).items():
-                device, host, disk, remote = overlap.get(node_id, NO_OVERLAP)
-                overlap[node_id] = (device, host + blocks, disk, remote)
+            _add(overlap, coming)
             prefill = self.prefill_policy.place(request, self._candidates(prefill_nodes, overlap, decoding=False))
             if self._quick(num_tokens - decode.overlap_blocks * self.block_size, prefill_nodes[prefill.node]):
                 prefill = None
@@ -109,3 +110,10 @@ class Placer:
         own = self.load(node_id)
         reported = load.running + load.waiting if decoding else load.waiting_tokens / self.block_size
         return max(own, reported)
+
+
+def _add(overlap: dict[NodeId, tuple[int, int, int, int]], coming: Mapping[NodeId, int] | None) -> None:
+    """Count blocks that are being computed as held in memory."""
+    for node_id, blocks in (coming or {}).items():
+        device, host, disk, remote = overlap.get(node_id, NO_OVERLAP)
+        overlap[node_id] = (device, host + blocks, disk, remote)

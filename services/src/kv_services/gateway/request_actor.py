@@ -286,9 +286,10 @@ class RequestActor(Actor[Event, Effect]):
         ctx.placer.assign(choice.decode.node, request_id, 1)
         if choice.prefill is not None:
             ctx.placer.assign(choice.prefill.node, request_id, choice.prefill.new_blocks + 1)
-            if ctx.in_flight is not None and choice.prefill.new_blocks:
-                new = self._hashes[choice.prefill.overlap_blocks :]
-                ctx.in_flight.assigned(request_id, choice.prefill.node, new, self._request.deadline_ns)
+        computes = choice.prefill or choice.decode
+        if ctx.in_flight is not None and computes.new_blocks:
+            new = self._hashes[computes.overlap_blocks :]
+            ctx.in_flight.assigned(request_id, computes.node, new, self._request.deadline_ns)
         _log.debug("placed request=%s decode=%s (%s)", request_id, choice.decode.node, choice.decode.reason)
         return Placed(choice.decode.node, choice.prefill.node if choice.prefill else None)
 
@@ -433,10 +434,10 @@ class RequestActor(Actor[Event, Effect]):
             self._ctx.in_flight.over(self._request.request_id)
 
     def _unassign(self) -> None:
-        if self._figures.choice is not None:
-            self._ctx.placer.done(self._figures.choice.decode.node, self._request.request_id)
-            if self._figures.choice.prefill is not None:
-                self._prefill_over(self._figures.choice.prefill.node)
+        choice = self._figures.choice
+        if choice is not None:
+            self._ctx.placer.done(choice.decode.node, self._request.request_id)
+            self._prefill_over((choice.prefill or choice.decode).node)
 
     def _end(self) -> None:
         self._cancel_timers()

@@ -18,6 +18,8 @@ from kv_core.namespace import Namespace
 from kv_services.engine.interface import LayerArrival, Model
 from kv_services.errors import HandoverChecksumError, UnknownRequestError
 from kv_services.messages import DecodeReserved, HandoverAccepted, HandoverDone, OutputToken, ReserveDecode, Retention
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
+from kv_services.node.announcer import Announcer
 from kv_services.node.compute import SealingSink, fills_block, run_prefill, run_step
 from kv_services.node.context import NodeContext
 from kv_services.node.decode_events import (
@@ -97,6 +99,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
         self._unsealed: dict[_Key, int] = {}
         self._stops: dict[_Key, threading.Event] = {}
         self._retain: dict[_Key, tuple[Namespace, bytes, Retention]] = {}
+        self.announcer = Announcer(ctx, "decode")
+        self._compute_free_ns = 0
         self._steps = itertools.count(1)
         self.outbox = TokenOutbox(ctx.bus, ctx.clock, self._refused)
 
@@ -184,6 +188,10 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
                 arriving.inbound.cancel()
                 if not arriving.checksum.done():
                     arriving.checksum.cancel()
+            case AnnounceBlocks():
+                self.announcer.announce(effect)
+            case WithdrawBlocks():
+                self.announcer.withdraw(effect)
             case StartCompute():
                 self._start_compute(effect)
             case StartStep():
@@ -301,14 +309,19 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
 
         async def compute() -> DecodeEvent:
             error: KVError | None = None
+            began_ns = self._ctx.clock.monotonic_ns()
             try:
                 await asyncio.shield(self._ctx.compute.run(call))
             except KVError as failure:
                 error = failure
             del self._stops[key]
+            now_ns = self._ctx.clock.monotonic_ns()
             if error is None:
+                # Computations follow each other: what it waited for the one before is none of its own time.
+                self._ctx.cost.computed(effect.stop - effect.start, now_ns - max(began_ns, self._compute_free_ns))
                 self._ctx.exact.note(effect.slots[-(-effect.start // self._ctx.block_size) :])
                 self._ctx.metrics.tokens.labels("prefill").inc(effect.stop - effect.start)
+            self._compute_free_ns = now_ns
             return Computed(*key, error=error)
 
         self.start_job(("compute", *key), compute(), _as_event)

@@ -8,6 +8,7 @@ from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_services.engine.interface import Parked
 from kv_services.messages import OutputToken, Sampling
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,8 @@ DecodeEffect = (
     | ReplyReserved
     | RefuseReserve
     | CloseInbound
+    | AnnounceBlocks
+    | WithdrawBlocks
     | StartCompute
     | StartStep
     | SendTokens

@@ -33,6 +33,7 @@ class DecodeSequence(Answer):
         stored: KV of `tokens[:stored]` is in the blocks.
         committed: blocks of the table that are findable by others.
         layers_ready: layers of the hand-over that are verified.
+        announced: others were told that its blocks are being computed.
         held: a token that was sampled before the hand-over's checksum was compared; shown only after it was.
     """
 
@@ -51,6 +52,7 @@ class DecodeSequence(Answer):
     stepping: bool = False
     inbound_open: bool = False
     computing: bool = False
+    announced: bool = False
     held: OutputToken | None = None
     ended: bool = False
     _chain: HashChain | None = None

@@ -9,12 +9,16 @@ D3: a token is sent only when the hand-over behind it was verified as a whole, a
 D4: when no slot is left for a running request the youngest gives way, so the oldest always goes on.
 D5: each reserve is answered once; each admitted request ends by a finish, a give-up or an end from its gateway.
 D6: an ended epoch stays ended.
+D7: a request that would compute a beginning which another one here computes just now waits, holding nothing and
+    delaying nobody, until that computation is over, however it ends. There is one thread to compute in, so computing it
+    again would not begin sooner.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
 from kv_core.errors import KVError, LocalProtocolError, RetryableError
+from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.errors import NoSpaceError, TenantQuotaError
@@ -26,6 +30,7 @@ from kv_services.errors import (
     RequestTooLargeError,
 )
 from kv_services.messages import OutputToken
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.decode_events import (
     CloseInbound,
     Computed,
@@ -85,6 +90,8 @@ class DecodeMachine:
         self._sequences: dict[RequestId, DecodeSequence] = {}
         self._closing: dict[tuple[RequestId, int], DecodeSequence] = {}
         self._waiting: deque[DecodeSequence] = deque()
+        # The first block that each live computation will add, and its position: whoever shares it shares all before it.
+        self._coming: dict[tuple[RequestId, int], tuple[int, BlockHash]] = {}
         self._step_running = False
         self._next_order = 0
         self.draining = False
@@ -118,8 +125,11 @@ class DecodeMachine:
             assert not (without and seq.busy), seq
             assert seq.stored < len(seq.tokens), seq
             self._memory.check(seq)
+            assert not seq.announced or seq.computing, seq
         for seq in self._closing.values():
             assert seq.busy and seq.table is not None, seq
+        announced = {(seq.request_id, seq.epoch) for seq in self._sequences.values() if seq.announced}
+        assert set(self._coming) == announced, "D7"
         assert self._step_running == any(seq.stepping for seq in (*self._sequences.values(), *self._closing.values()))
 
     def _handle(self, event: DecodeEvent) -> list[DecodeEffect]:
@@ -213,9 +223,17 @@ class DecodeMachine:
 
     def _next_waiting(self) -> DecodeSequence | None:
         preempted = [seq for seq in self._sequences.values() if seq.state is SeqState.PREEMPTED]
-        if preempted:
-            return min(preempted, key=lambda seq: seq.order)
-        return self._waiting[0] if self._waiting else None
+        for seq in (*sorted(preempted, key=lambda seq: seq.order), *self._waiting):
+            if not (self._coming and self._awaits(seq)):
+                return seq
+        return None
+
+    def _awaits(self, seq: DecodeSequence) -> bool:
+        """Whether another request computes just now what this one would compute itself (D7)."""
+        if not (seq.compute_locally or seq.state is SeqState.PREEMPTED):
+            return False
+        names = seq.hash_blocks()[: (len(seq.tokens) - 1) // seq.namespace.block_size]
+        return any(at < len(names) and names[at] == name for at, name in self._coming.values())
 
     def _open(self, seq: DecodeSequence) -> list[DecodeEffect] | None:
         """Open its table on what the pool has; None when there is no room."""
@@ -233,7 +251,7 @@ class DecodeMachine:
         except NoSpaceError:
             return None
         if not resumed:
-            self._waiting.popleft()
+            self._waiting.remove(seq)
             seq.cached_tokens = seq.stored
         seq.parked, seq.layers_ready = None, 0
         return [PrepareSlots(fresh), *self._begin(seq, len(match.refs), resumed=resumed)]
@@ -248,11 +266,20 @@ class DecodeMachine:
             slots = tuple(ref.slot for ref in seq.refs)
             stop = len(seq.tokens) - 1
             compute = StartCompute(seq.request_id, seq.epoch, tuple(seq.tokens), seq.stored, stop, slots)
-            return [*self._answer(seq), compute]
+            return [*self._answer(seq), *self._announce(seq, num_matched, stop), compute]
         seq.state, seq.inbound_open, seq.answered = SeqState.ARRIVING, True, True
         last = self._memory.blocks_for(len(seq.tokens) - 1)
         refs = tuple(seq.refs[num_matched:last])
         return [OpenInbound(seq.request_id, seq.epoch, refs, num_matched, seq.cached_tokens)]
+
+    def _announce(self, seq: DecodeSequence, first: int, stop: int) -> list[DecodeEffect]:
+        """Say which blocks computing up to token `stop` will add."""
+        coming = tuple(seq.hash_blocks()[first : stop // seq.namespace.block_size])
+        if not coming:
+            return []
+        seq.announced = True
+        self._coming[seq.request_id, seq.epoch] = first, coming[0]
+        return [AnnounceBlocks(seq.request_id, seq.epoch, coming, stop - seq.stored, seq.deadline_ns)]
 
     def _answer(self, seq: DecodeSequence) -> list[DecodeEffect]:
         if seq.answered:
@@ -279,12 +306,16 @@ class DecodeMachine:
 
     def _computed(self, request_id: RequestId, epoch: int, error: KVError | None) -> list[DecodeEffect]:
         seq = self.sequence(request_id, epoch)
+        told = seq or self._closing.get((request_id, epoch))
+        # Whoever waits for these blocks is told last, when they can be found.
+        over = [WithdrawBlocks(request_id, epoch)] if told is not None and told.announced else []
         if seq is None or error is not None:
-            return self._memory_idle(request_id, epoch, "compute", error)
-        seq.computing, seq.state = False, SeqState.READY
+            return [*self._memory_idle(request_id, epoch, "compute", error), *over]
+        self._coming.pop((request_id, epoch), None)
+        seq.computing, seq.announced, seq.state = False, False, SeqState.READY
         seq.stored = len(seq.tokens) - 1
         self._memory.commit(seq)
-        return [RegisterLength(request_id, epoch, seq.stored)]
+        return [RegisterLength(request_id, epoch, seq.stored), *over]
 
     def _step_finished(self, outcomes: Sequence[StepOutcome]) -> list[DecodeEffect]:
         if not self._step_running:
@@ -348,6 +379,8 @@ class DecodeMachine:
         request_id, epoch = seq.request_id, seq.epoch
         self._fence.end(request_id, epoch)
         del self._sequences[request_id]
+        # Of what it still computes nothing will be findable.
+        self._coming.pop((request_id, epoch), None)
         effects: list[DecodeEffect] = []
         if not seq.answered:
             seq.answered = True

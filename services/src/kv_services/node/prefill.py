@@ -11,26 +11,18 @@ import numpy as np
 from kv_bus.actor import Actor
 from kv_bus.interface import DEFERRED, Reply, Request
 from kv_core.block import BlockRef
-from kv_core.block_hashes import BlockHashes
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Fidelity
 from kv_prefix.pool_types import CopyBlock
 from kv_services.engine.interface import Model
-from kv_services.messages import (
-    ANNOUNCED_BLOCKS_MAX,
-    HandoverAccepted,
-    HandoverDone,
-    PrefillDone,
-    PrefixComputed,
-    PrefixComputing,
-    RunPrefill,
-)
+from kv_services.messages import HandoverAccepted, HandoverDone, PrefillDone, RunPrefill
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
+from kv_services.node.announcer import Announcer
 from kv_services.node.compute import BlockCopy, run_prefill
 from kv_services.node.context import NodeContext
 from kv_services.node.prefill_events import (
     AbortHandover,
-    AnnounceBlocks,
     AwaitedEnded,
     CancelCompute,
     FinishHandover,
@@ -50,19 +42,16 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
-    WithdrawBlocks,
 )
 from kv_services.node.prefill_state import PrefillMachine
 from kv_services.node.prefix_reader import read_prefix
-from kv_services.node.pull_cost import FETCH_OVERHEAD_NS, PullCost
+from kv_services.node.pull_cost import PullCost
 from kv_services.node.retaining import retain_prompt
 from kv_services.node.sending import Sending, SendingSink
 from kv_services.replica.service import origin_epoch
 from kv_transport import Handover, TransferPriority, TransferStats, WriteGrant
 from kv_transport.limits import PEERS_MAX
 
-ANNOUNCED_SLACK_NS: Final = 1_000_000_000
-"""An announcement ends after twice the expected time and this."""
 CATCH_UP_NS: Final = 500_000_000
 """How long to wait for the claims of a computation that is over; the next digest brings lost ones within that time."""
 
@@ -82,7 +71,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._asked: dict[_Key, Request[RunPrefill]] = {}
         self._sending: dict[_Key, Sending] = {}
         self._stops: dict[_Key, threading.Event] = {}
-        self._announced: set[_Key] = set()
+        self.announcer = Announcer(ctx, "prefill")
         self._codecs: dict[str, str] = {}
 
     def listen(self) -> None:
@@ -150,9 +139,9 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             case PrepareBlocks(refs):
                 self._ctx.prepare(refs)
             case AnnounceBlocks():
-                self._announce(effect)
-            case WithdrawBlocks(request_id, epoch):
-                self._withdraw((request_id, epoch))
+                self.announcer.announce(effect)
+            case WithdrawBlocks():
+                self.announcer.withdraw(effect)
             case NoteWaiting(request_id, epoch, wait):
                 _log.info(
                     "request waits for what another computes request=%s owner=%s blocks=%d saves_ms=%.1f",
@@ -196,28 +185,6 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         """Wake the hand-over's job, which sees that it was aborted."""
         if not sending.finish.done():
             sending.finish.set_result(None)
-
-    def _announce(self, effect: AnnounceBlocks) -> None:
-        ready_ns = int(effect.num_tokens * self._cost.compute_ns_per_token)
-        left_ns = effect.deadline_ns - self._ctx.clock.monotonic_ns()
-        if ready_ns < FETCH_OVERHEAD_NS or left_ns <= ready_ns:
-            # Nobody would wait for what is computed more quickly than it is fetched.
-            return
-        key = (effect.request_id, effect.epoch)
-        names = BlockHashes.of(effect.block_hashes[:ANNOUNCED_BLOCKS_MAX]).packed
-        until_ns = min(2 * ready_ns + ANNOUNCED_SLACK_NS, left_ns)
-        self._announced.add(key)
-        self._ctx.bus.publish(PrefixComputing(_computation(key), names, ready_ns, until_ns))
-
-    def _withdraw(self, key: _Key) -> None:
-        if key in self._announced:
-            self._announced.discard(key)
-            # First the claims of what was computed, then the word that follows them.
-            self._ctx.flush_pool_events()
-            self._ctx.replica.say()
-            manager = self._ctx.replica.manager
-            after = manager.token_of_claims(manager.origin).to_bytes()
-            self._ctx.bus.publish(PrefixComputed(_computation(key), after))
 
     def _open(self, effect: OpenHandover) -> None:
         key = (effect.request_id, effect.epoch)
@@ -406,10 +373,6 @@ def _begun(start: int, block_size: int, refs: Sequence[BlockRef], copy: CopyBloc
     if not start % block_size:
         return []
     return [copy.src.slot if copy is not None else refs[start // block_size].slot]
-
-
-def _computation(key: _Key) -> str:
-    return f"{key[0]}/{key[1]}"
 
 
 def _as_event(outcome: PrefillEvent | KVError) -> PrefillEvent:

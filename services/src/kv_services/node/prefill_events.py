@@ -10,6 +10,7 @@ from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
 from kv_prefix.in_flight import Wait
 from kv_prefix.pool_types import CopyBlock
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,25 +175,6 @@ class StartPrefill:
     stop: int
     refs: tuple[BlockRef, ...]
     copy: CopyBlock | None
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceBlocks:
-    """Tell the others that these blocks are being computed, `num_tokens` tokens in all."""
-
-    request_id: RequestId
-    epoch: int
-    block_hashes: tuple[BlockHash, ...]
-    num_tokens: int
-    deadline_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawBlocks:
-    """Tell the others that this computation is over; what came of it is findable."""
-
-    request_id: RequestId
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

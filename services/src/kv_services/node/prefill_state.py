@@ -31,10 +31,10 @@ from kv_services.errors import (
     RequestExpiredError,
     RequestTooLargeError,
 )
+from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import (
     AbortHandover,
-    AnnounceBlocks,
     AwaitedEnded,
     CancelCompute,
     FinishHandover,
@@ -60,7 +60,6 @@ from kv_services.node.prefill_events import (
     StartPrefill,
     StartPull,
     WaitOutcome,
-    WithdrawBlocks,
 )
 from kv_services.node.prefill_job import JobState, PrefillJob
 

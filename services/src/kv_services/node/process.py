@@ -220,6 +220,7 @@ class NodeWork:
             "prefix leases": len(self.leases),
             "token streams": len(self.decode.outbox),
             "adoptions": len(self.operations.adopter),
+            "announcements": len(self.prefill.announcer) + len(self.decode.announcer),
         }
         things |= self.clients.open_things() | self.shards.open_things()
         for hold in self.ctx.pool.holds():

@@ -32,6 +32,7 @@ from kv_services.config_file import parse_config
 from kv_services.engine.stub import StubModel
 from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.placing import Placer
+from kv_services.in_flight_watch import InFlightWatch
 from kv_services.life import LifeFile, LifeFileError
 from kv_services.membership.member_list import MemberList
 from kv_services.membership.records import record_of
@@ -322,6 +323,7 @@ class SimNode:
             metrics=base.metrics,
             model_id=config.model.id,
             weights_revision=MODEL.info.weights_revision,
+            in_flight=InFlightWatch(base.cluster, base.clock),
         )
         completer = self.completer = ClusterCompleter(context)
         base.load = lambda: Load(running=completer.num_open)
