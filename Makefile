@@ -17,6 +17,7 @@ PEERS       ?=
 SEED        ?= 1
 SEEDS       ?= 1
 MINUTES     ?= 3
+SOAK_ARGS   ?=
 TRANSFERS   ?= 500
 MUTANTS     ?=
 KILLS       ?= 100
@@ -75,7 +76,7 @@ pythons: setup ## Environments of this machine's other Pythons, on which simulat
 	@$(BIN)/python -m tests.sim.other_pythons
 
 soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) $(SOAK_ARGS)
 
 tiers: setup $(TESTED) ## Kill a process that stores to disk again and again (KILLS=100)
 	@KV_TIER_KILLS=$(KILLS) $(BIN)/pytest -q --timeout=0 tests/prefix/test_tier_disk.py

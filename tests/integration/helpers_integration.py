@@ -98,7 +98,7 @@ class Fabric:
         return [node.id for node in self.config.nodes if node.role.holds_kv]
 
     def body(self, tokens: Sequence[int], count: int, **extra: Json) -> dict[str, Json]:
-        return {"model": "stub", "prompt": list(tokens), "max_tokens": count, "temperature": 0, **extra}
+        return {"model": self.config.model.id, "prompt": list(tokens), "max_tokens": count, "temperature": 0, **extra}
 
     async def ask(self, tokens: Sequence[int], count: int, *, key: str = "", **extra: Json) -> Answer:
         """One request, not streamed."""

@@ -17,8 +17,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--pieces", action="store_true", help="requests that are larger than a node, of a tiny model")
     args = parser.parse_args()
-    plan = Plan(args.seed, args.minutes * 60, args.clients, args.prefill, args.decode, gap_s=2.0)
+    plan = Plan(args.seed, args.minutes * 60, args.clients, args.prefill, args.decode, gap_s=2.0, pieces=args.pieces)
     with tempfile.TemporaryDirectory(prefix="kv-soak-") as folder:
         report = asyncio.run(soak(plan, Path(folder), lambda line: print(line, flush=True)))
     print(json.dumps(report))

@@ -11,6 +11,7 @@ from random import Random
 
 import aiohttp
 import msgspec
+import pytest
 
 from kv_services.config import (
     BusSection,
@@ -25,8 +26,9 @@ from kv_services.config import (
 from kv_services.config_file import dump_config, load_config
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from kv_services.launch.group import service_command
-from tests.integration.helpers_integration import DEADLINE_S, MODEL, Fabric
+from tests.integration.helpers_integration import DEADLINE_S, Fabric
 from tests.soak.proxy import Conditions, Proxy
+from tests.soak.questions import Questions
 
 DISK = "2 MiB"
 DISK_BYTES = 3 << 20
@@ -107,7 +109,9 @@ class SoakCluster:
 
 
 @contextlib.asynccontextmanager
-async def soak_cluster(folder: Path, seed: int, prefill: int, decode: int) -> AsyncIterator[SoakCluster]:
+async def soak_cluster(
+    folder: Path, seed: int, prefill: int, decode: int, questions: Questions
+) -> AsyncIterator[SoakCluster]:
     """The cluster, all of its members knowing each other. On the way out its leftovers are in `cluster.leftovers`."""
     network, disks = Network(), Disks(folder / "disks")
     with PortReservation() as ports:
@@ -115,9 +119,9 @@ async def soak_cluster(folder: Path, seed: int, prefill: int, decode: int) -> As
             ports,
             prefill=prefill,
             decode=decode,
-            slots=160,
+            slots=questions.slots,
             monitor=False,
-            model=MODEL,
+            model=questions.model,
             bus=BusSection(heartbeat_interval_ms=250, suspect_after_ms=1_000, dead_after_ms=3_000),
             limits=LimitsSection(request_timeout_s=30.0, lease_ms=5_000),
             transport=TransportSection(backend="tcp"),
@@ -138,6 +142,11 @@ async def soak_cluster(folder: Path, seed: int, prefill: int, decode: int) -> As
             program = Path(__file__).with_name("faulty_node.py")
             return [sys.executable, str(program), str(advertised[node.id]), *argv[1:]]
 
+        environment = pytest.MonkeyPatch()
+        if questions.model.path:
+            # What was unpacked of its weights for the oracle serves the processes too.
+            environment.setenv("XDG_CACHE_HOME", str(Path(questions.model.path).parent))
+
         try:
             for proxy in network.proxies:
                 await proxy.start()
@@ -151,6 +160,7 @@ async def soak_cluster(folder: Path, seed: int, prefill: int, decode: int) -> As
                         await fabric.all_alive(name, names - {name})
                     yield SoakCluster(fabric, network, disks, cluster)
         finally:
+            environment.undo()
             for proxy in network.proxies:
                 await proxy.close()
             disks.close()

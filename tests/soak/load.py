@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from kv_core.clock import SystemClock
-from tests.integration.helpers_integration import Answer, Fabric, expected, prompt
+from tests.integration.helpers_integration import Answer, Fabric
+from tests.soak.questions import Question, Questions
 
-SHARED = 96
 AWAY_S = 0.25
 """How long a client waits before it asks a gateway again that it lost or does not reach."""
 
@@ -32,10 +32,10 @@ class Tally:
 class Load:
     """`clients` clients that ask one request after the other until stopped."""
 
-    def __init__(self, fabric: Fabric, clients: int, count: int) -> None:
+    def __init__(self, fabric: Fabric, clients: int, questions: Questions) -> None:
         self.tally = Tally()
         self._fabric = fabric
-        self._count = count
+        self._questions = questions
         self._stopping = False
         self._clock = SystemClock()
         self._tasks = [asyncio.ensure_future(self._client(number)) for number in range(clients)]
@@ -49,12 +49,10 @@ class Load:
         turn = 0
         while not self._stopping:
             turn += 1
-            shared = SHARED if turn % 3 else 0
-            tokens = prompt(10_000 * number + turn, 120 + (turn * 13 + number) % 80, shared)
-            await self._ask(tokens)
+            await self._ask(self._questions.question(number, turn))
             await asyncio.sleep(0.02)
 
-    async def _ask(self, tokens: tuple[int, ...]) -> None:
+    async def _ask(self, question: Question) -> None:
         last_ns = self._clock.monotonic_ns()
         said = b""
 
@@ -66,16 +64,16 @@ class Load:
 
         self.tally.requests += 1
         try:
-            answer = await self._fabric.stream(tokens, self._count, progress)
+            answer = await self._fabric.stream(question.tokens, question.count, progress)
         except (aiohttp.ClientError, TimeoutError) as error:
             self._failed(type(error).__name__, str(error))
             answer = Answer(599, said)
             await asyncio.sleep(AWAY_S)
         await progress(answer.text)
-        self._judge(tokens, answer)
+        self._judge(question.answer, answer)
 
-    def _judge(self, tokens: tuple[int, ...], answer: Answer) -> None:
-        tally, want = self.tally, expected(tokens, self._count)
+    def _judge(self, want: bytes, answer: Answer) -> None:
+        tally = self.tally
         if not want.startswith(answer.text):
             tally.wrong.append(f"{answer.text!r} is not the beginning of {want!r}")
         elif answer.status == 200 and not answer.error:

@@ -12,9 +12,10 @@ from pathlib import Path
 from random import Random
 
 from kv_core.clock import SystemClock
-from tests.integration.helpers_integration import prompt, until
+from tests.integration.helpers_integration import until
 from tests.soak.cluster import SoakCluster, soak_cluster
 from tests.soak.load import Load
+from tests.soak.questions import PiecesQuestions, Question, Questions, StubQuestions
 from tests.soak.schedule import Fault, schedule
 
 PEACE_S = 90.0
@@ -24,7 +25,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run."""
+    """What is run; with `pieces` requests that no node can hold, of a tiny model."""
 
     seed: int
     seconds: float
@@ -33,12 +34,16 @@ class Plan:
     decode: int = 2
     gap_s: float = 1.0
     count: int = 16
+    pieces: bool = False
 
 
 async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
     """Run it; the report, whose `wrong`, `leaked` and `leftovers` must be 0."""
-    async with soak_cluster(folder, plan.seed, plan.prefill, plan.decode) as it:
-        load = Load(it.fabric, plan.clients, plan.count)
+    questions: Questions = StubQuestions(plan.count)
+    if plan.pieces:
+        questions = PiecesQuestions(folder / "model", plan.count)
+    async with soak_cluster(folder, plan.seed, plan.prefill, plan.decode, questions) as it:
+        load = Load(it.fabric, plan.clients, questions)
         applied: Counter[str] = Counter()
         skipped: Counter[str] = Counter()
         faults = schedule(plan.seed, plan.seconds, it.fabric.kv_nodes, ["gateway"], plan.gap_s)
@@ -53,7 +58,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         left_s = plan.seconds - (clock.monotonic_ns() - began_ns) / 1e9
         await asyncio.sleep(max(plan.gap_s, left_s))
         tally = await load.stop()
-        leaked = await _peace(it)
+        leaked = await _peace(it, questions.question(999, 0))
         recoveries = _recoveries(it)
         flips = sum(conditions.flipped for conditions in it.network.data.values())
         cluster = it.cluster
@@ -66,6 +71,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
     return {
         "seed": plan.seed,
         "seconds": round(plan.seconds, 1),
+        "pieces": plan.pieces,
         "requests": tally.requests,
         "right": tally.right,
         "failed": dict(sorted(tally.failed.items())),
@@ -129,15 +135,14 @@ async def _inflict(it: SoakCluster, fault: Fault, random: Random) -> bool:
     return True
 
 
-async def _peace(it: SoakCluster) -> list[str]:
+async def _peace(it: SoakCluster, question: Question) -> list[str]:
     """Wait until everybody knows everybody again and requests are right; what then still stays taken."""
     fabric, names = it.fabric, {node.id for node in it.fabric.config.nodes}
     for name in sorted(names):
         await fabric.all_alive(name, names - {name})
 
     async def right() -> bool:
-        tokens = prompt(999_999, 90)
-        return (await fabric.ask(tokens, 4)).is_right(tokens, 4)
+        return (await fabric.ask(question.tokens, question.count)).text == question.answer
 
     await until(right, timeout_s=PEACE_S)
     try:

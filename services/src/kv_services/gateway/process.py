@@ -23,6 +23,7 @@ from kv_services.gateway.placing import Placer
 from kv_services.gateway.prefix_lookup import PrefixLookup
 from kv_services.gateway.tenancy import ApiKeys
 from kv_services.in_flight_watch import InFlightWatch
+from kv_services.membership.actor import ClusterView
 from kv_services.messages import Load
 from kv_services.process import Base, keep, model_path
 from kv_services.sharded.errors import ClusterFullError, ShardRefusedError
@@ -66,6 +67,13 @@ def register_faults() -> None:
     for failing in (BusError, TransportError, NodeError, HolderLostError, ReplicaFencedError):
         register_fault(failing, HttpFault(503, "server_error", "try_again", 1))
     register_fault(RequestExpiredError, HttpFault(504, "server_error", "deadline_exceeded"))
+
+
+def why_unready(cluster: ClusterView) -> str:
+    """Why requests cannot be placed now; empty if they can."""
+    if not cluster.settled:
+        return f"it has not heard yet of {', '.join(cluster.unheard()) or 'any node'}"
+    return "" if cluster.alive(Role.DECODE) else "no decode node is alive"
 
 
 def build(base: Base) -> list[ChildSpec]:
@@ -118,9 +126,7 @@ def build(base: Base) -> list[ChildSpec]:
     def unready() -> str:
         if reason := base.unready():
             return reason
-        if not base.cluster.settled:
-            return f"it has not heard yet of {', '.join(base.cluster.unheard()) or 'any node'}"
-        return "" if base.cluster.alive(Role.DECODE) else "no decode node is alive"
+        return why_unready(base.cluster)
 
     front = HttpFront(
         completer,
