@@ -41,7 +41,7 @@ class Far:
         self.refs: list[BlockRef] = []
         self.region = 0
         self.lease = 0
-        self.straight: StraightTarget | None = None
+        self.straight: dict[str, StraightTarget] = {}
         self.peer = NodeId("near")
         self.inbound: asyncio.Task[None] | None = None
         self.echo: asyncio.Task[None] | None = None
@@ -138,16 +138,15 @@ class Far:
         bound.wait()
         return {}
 
-    def do_ucx_target(self) -> Fields:
-        """The reference for ucx: the same buffer, reached straight through the binding."""
+    def do_ucx_target(self, name: str, options: dict[str, str]) -> Fields:
+        """A reference for ucx: the same buffer, reached straight through the binding with those options."""
         assert self.buffer is not None
-        self.straight = StraightTarget(self.buffer.data, places.UCX_OPTIONS)
-        address, key = base64.b64encode(self.straight.address), base64.b64encode(self.straight.key)
+        target = self.straight[name] = StraightTarget(self.buffer.data, options)
+        address, key = base64.b64encode(target.address), base64.b64encode(target.key)
         return {"address": address.decode(), "key": key.decode(), "at": self.buffer.data.ctypes.data}
 
-    def do_ucx_active(self, on: bool) -> Fields:
-        assert self.straight is not None
-        self.straight.active(on)
+    def do_ucx_active(self, name: str, on: bool) -> Fields:
+        self.straight[name].active(on)
         return {}
 
     def do_plain_sockets(self, nbytes: int = 0) -> Fields:

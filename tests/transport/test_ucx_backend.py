@@ -3,8 +3,12 @@
 import asyncio
 import itertools
 import logging
+import queue
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,13 +18,16 @@ from hypothesis import strategies as st
 
 from kv_core.errors import KVError, MissingExtraError
 from kv_core.ids import Incarnation, NodeId, RequestId
-from kv_transport import TransferAgent, TransportConfig
+from kv_transport import Access, TransferAgent, TransportConfig, XferDesc, XferOp, XferState
 from kv_transport.auth import SessionKeys
 from kv_transport.backends import ucx as ucx_module
 from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices, network_devices, open_binding, parse_devices
 from kv_transport.backends.ucx_wire import UcxConnection, split, unpack_hello, unpack_reply
+from kv_transport.descriptors import Run
 from kv_transport.errors import AuthenticationFailed, BackendUnavailable, FrameRefused
-from tests.transport.helpers_transport import SMALL, config, eventually, introduce, node, pair
+from kv_transport.regions import SharedBuffer
+from kv_transport.units import Unit
+from tests.transport.helpers_transport import NO_RESERVE, SMALL, config, eventually, introduce, node, pair
 
 INFO = """#
 #            md 1  :  component 1  tcp
@@ -167,6 +174,56 @@ async def test_a_broken_ucx_falls_back_to_tcp_under_way(monkeypatch: pytest.Monk
         await inbound.done()
         assert stats.transport == "ucx+tcp" and two.content(target) == one.content(source)
         assert not one.agent.inventory().work and not two.agent.inventory().work
+
+
+async def test_bytes_travel_while_they_are_summed_and_are_told_of_after_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    may_sum, summed, placed = threading.Event(), threading.Event(), queue.Queue[Callable[[], None]]()
+    take_checks, put = Unit.take_checks, UcxConnection.put
+
+    def sum_later(unit: Unit) -> list[int]:
+        may_sum.wait(20)
+        summed.set()
+        return take_checks(unit)
+
+    def tell_later(
+        self: UcxConnection, runs: Sequence[Run], local: int, remote: int, key: int, done: Callable[[str | None], None]
+    ) -> None:
+        put(
+            self,
+            runs,
+            local,
+            remote,
+            key,
+            lambda failure: placed.put(partial(self.engine.call, partial(done, failure))),
+        )
+
+    monkeypatch.setattr(Unit, "take_checks", sum_later)
+    with SharedBuffer.create(1 << 18, budget=NO_RESERVE) as one, SharedBuffer.create(1 << 18, budget=NO_RESERVE) as two:
+        async with pair("ucx", tmp_path) as (left, right):
+            ours, theirs = (
+                XferDesc(end.agent.register_memory(memory, Access.WRITE).region, 0, 1 << 18)
+                for end, memory in ((left, one), (right, two))
+            )
+            introduce(left, right)
+            xfer = left.agent.initialize_xfer(XferOp.WRITE, [ours], [theirs], right.agent.name.node)
+            one.data[:] = 7
+            left.agent.transfer(xfer)
+            await eventually(lambda: bool((two.data == 7).all()))
+            assert xfer.state is XferState.POSTED, "nobody knows the sums of what is there"
+            may_sum.set()
+            await xfer.done(20_000)
+
+            summed.clear()
+            monkeypatch.setattr(UcxConnection, "put", tell_later)
+            left.agent.transfer(xfer)
+            told = await asyncio.to_thread(placed.get, timeout=20)
+            await asyncio.to_thread(summed.wait, 20)
+            await asyncio.sleep(0.1)
+            assert xfer.state is XferState.POSTED, "nobody knows that the bytes are there"
+            told()
+            await xfer.done(20_000)
 
 
 async def test_an_idle_connection_costs_next_to_nothing(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 3.0
 _TRANSPORTS: Final = "^posix,sysv,cma"
 """Everything but UCX's own shared memory, where a put to a process that has died can end this one."""
-_TCP_OPTIONS: Final = {"TCP_CM_REUSEADDR": "y", "TCP_CONN_NB": "y"}
+TCP_SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
+"""What a put over tcp is cut into. UCX comes with 8 KiB, at which one took three times as long (bench/README.md)."""
+_TCP_OPTIONS: Final = {"TCP_CM_REUSEADDR": "y", "TCP_CONN_NB": "y", **TCP_SEGMENTS}
 """A restart may use its port again; and connecting does not block. With libucx 1.21's default a peer that goes away
 while an endpoint connects can end this process: the connection is destroyed with a request still queued on it."""
 OpenBinding = Callable[[dict[str, str]], UcxBinding]

@@ -24,6 +24,8 @@ TAG: Final = 0x6B76_7472_616E_7370
 MESSAGE_BYTES_MAX: Final = limits.CONTROL_FRAME_BYTES_MAX + 64
 _POLLS: Final = 200
 """Turns without news before it sleeps although operations are under way: a fabric has answered by then."""
+_LOOK_TURNS: Final = 16
+"""One of so many turns without news asks after messages and operations all the same."""
 _NAP_S: Final = 0.001
 """Sleep while operations are under way: some of them end without a word on the descriptor (closing, for one)."""
 _SLEEP_S: Final = 1.0
@@ -122,7 +124,7 @@ class UcxEngine:
             quiet = 0
             while not (self._stopping and not self._calls):
                 try:
-                    quiet = 0 if self._turn() else quiet + 1
+                    quiet = 0 if self._turn(look=quiet > _POLLS or not quiet % _LOOK_TURNS) else quiet + 1
                     may_sleep = not self._stopping and (not self._operations or quiet > _POLLS)
                     if may_sleep and self.ucp.arm() and not self._calls:
                         epoll.poll(_NAP_S if self._operations else _SLEEP_S)
@@ -140,10 +142,15 @@ class UcxEngine:
         for _ in range(_POLLS):
             if not self._operations:
                 return
-            self._turn()
+            self._turn(look=True)
 
-    def _turn(self) -> bool:
-        """Do what there is to do; whether anything was."""
+    def _turn(self, *, look: bool) -> bool:
+        """Do what there is to do; whether anything was.
+
+        Args:
+            look: ask after messages and operations though nothing moved. They change while UCX makes progress or is
+                called, so that asking in every turn only takes processor time from those who verify what arrived.
+        """
         busy = False
         if self._awake:
             try:
@@ -152,13 +159,15 @@ class UcxEngine:
                 pass
             # Cleared before the queue is emptied: a call appended after this wakes us again.
             self._awake = False
-            busy = bool(self._calls)
         while self._calls:
+            busy = True
             self._calls.popleft()()
         for _ in range(_POLLS):
             if not self.ucp.progress():
                 break
             busy = True
+        if not busy and not look:
+            return False
         while (found := self.ucp.probe(TAG)) is not None:
             busy = True
             self._receive(*found)

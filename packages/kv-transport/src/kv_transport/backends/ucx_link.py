@@ -31,6 +31,20 @@ class _Remote:
         self.key = key
 
 
+class _Writing:
+    """A unit that is being put while its sums are taken; what has become of both. Belongs to the engine's thread."""
+
+    __slots__ = ("error", "failure", "header", "placed", "seq", "unit")
+
+    def __init__(self, seq: int, unit: Unit) -> None:
+        self.seq = seq
+        self.unit = unit
+        self.placed = False
+        self.failure: str | None = None
+        self.header: bytes | None = None
+        self.error: KVError | None = None
+
+
 class UcxLink(Link):
     """See the module."""
 
@@ -135,15 +149,18 @@ class UcxLink(Link):
             refused = FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
             self._moved(seq, unit, refused)
             return
-        if unit.op is XferOp.WRITE:
-            job = partial(self._write, seq, unit, remote, self._nonces())
-            # Memory that keeps no checksums is summed now, which takes its time.
-            if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
-                job()
-            else:
-                self._workers.submit(job)
-        else:
+        if unit.op is not XferOp.WRITE:
             self.connection.engine.call(partial(self._get, seq, unit, remote))
+        elif ticket in self._fences:
+            self._moved(seq, unit, GrantRefused(ticket=ticket, reason="it was revoked by its owner"))
+        else:
+            # Memory that keeps no checksums is summed now, which takes its time: meanwhile its bytes travel.
+            writing, nonce = _Writing(seq, unit), self._nonces()
+            self.connection.engine.call(partial(self._put, writing, remote))
+            if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
+                self._sum_written(writing, nonce)
+            else:
+                self._workers.submit(partial(self._sum_written, writing, nonce))
 
     def _moved(self, seq: int, unit: Unit, error: KVError | None) -> None:
         """Nothing of this unit is in flight, in either memory of ours."""
@@ -215,19 +232,17 @@ class UcxLink(Link):
 
     # In a worker.
 
-    def _write(self, seq: int, unit: Unit, remote: _Remote, nonce: int) -> None:
+    def _sum_written(self, writing: _Writing, nonce: int) -> None:
         """Also on the loop, for few bytes."""
+        header = b""
+        error: KVError | None = None
         try:
-            if self.lost is not None or _ticket(unit) in self._fences:
-                raise self.lost or GrantRefused(ticket=_ticket(unit), reason="it was revoked by its owner")
-            header = encode(Placed(seq, unit.head(nonce, unit.take_checks())))
-        except KVError as error:
-            self._around.poster.run(partial(self._moved, seq, unit, error))
+            header = encode(Placed(writing.seq, writing.unit.head(nonce, writing.unit.take_checks())))
+        except KVError as refused:
+            error = refused
         except Exception as bug:
-            broken = LocalProtocolError(detail=f"moving a unit raised {bug!r}")
-            self._around.poster.run(partial(self._moved, seq, unit, broken))
-        else:
-            self.connection.engine.call(partial(self._put, seq, unit, remote, header))
+            error = LocalProtocolError(detail=f"moving a unit raised {bug!r}")
+        self.connection.engine.call(partial(self._summed, writing, header, error))
 
     def _sum_read(self, seq: int, unit: Unit, expected: list[int]) -> None:
         view = unit.local.data_view
@@ -244,14 +259,26 @@ class UcxLink(Link):
 
     # In the engine's thread.
 
-    def _put(self, seq: int, unit: Unit, remote: _Remote, header: bytes) -> None:
-        def placed(error: str | None) -> None:
-            if error is None:
-                self.connection.send(header)
-            self._around.poster.post(partial(self._moved, seq, unit, self._translated(error)))
+    def _put(self, writing: _Writing, remote: _Remote) -> None:
+        def placed(failure: str | None) -> None:
+            writing.placed, writing.failure = True, failure
+            self._tell(writing)
 
-        local = unit.local.data.ctypes.data
-        self.connection.put(unit.cells.runs(), local, remote.address, remote.key, placed)
+        unit = writing.unit
+        self.connection.put(unit.cells.runs(), unit.local.data.ctypes.data, remote.address, remote.key, placed)
+
+    def _summed(self, writing: _Writing, header: bytes, error: KVError | None) -> None:
+        writing.header, writing.error = header, error
+        self._tell(writing)
+
+    def _tell(self, writing: _Writing) -> None:
+        """The owner hears of the unit when its bytes are there and their sums are known."""
+        if not writing.placed or writing.header is None:
+            return
+        error = self._translated(writing.failure) or writing.error
+        if error is None:
+            self.connection.send(writing.header)
+        self._around.poster.post(partial(self._moved, writing.seq, writing.unit, error))
 
     def _get(self, seq: int, unit: Unit, remote: _Remote) -> None:
         def got(error: str | None) -> None:
