@@ -29,11 +29,19 @@ WELL = HealthSample(
 )
 
 CROSSED = [
-    ("kv_transfer_failure_rate", replace(WELL, transfer_failures=11), "1.1% of its transfers failed"),
+    (
+        "kv_transfer_failure_rate",
+        replace(WELL, transfers=2_000, transfer_failures=11),
+        "1.1% of its last 1000 transfers failed",
+    ),
     ("kv_transfer_latency_p99", replace(WELL, transfer_p99_ms=5.1), "5.1 ms"),
     ("kv_staleness_ms", replace(WELL, staleness_ms=11.0), "lacks updates for 11 ms"),
     ("kv_replication_lag", replace(WELL, replication_lag=3, lag_origin="prefill-1"), "3 updates of prefill-1 behind"),
-    ("kv_cache_hit_ratio", replace(WELL, hit_ratio=0.59), "59% of prompt tokens were found"),
+    (
+        "kv_cache_hit_ratio",
+        replace(WELL, asked_tokens=2 * MIN_TOKENS, hit_ratio=(0.9 + 0.59) / 2),
+        f"59% of its last {MIN_TOKENS} prompt tokens were found",
+    ),
     ("reachable", HealthSample(D, reachable=False), "does not answer"),
 ]
 
@@ -78,6 +86,22 @@ def test_too_few_events_prove_nothing() -> None:
         hit_ratio=0,
     )
     assert monitor.step(few) == []
+
+
+def test_an_episode_ends_when_what_comes_now_is_well_however_bad_the_past_was() -> None:
+    monitor = KvCacheHealthMonitor()
+    bad = replace(WELL, transfers=100, transfer_failures=50, asked_tokens=10 * MIN_TOKENS, hit_ratio=0.1)
+    assert {one.threshold for one in monitor.step(bad)} == {"kv_transfer_failure_rate", "kv_cache_hit_ratio"}
+    found = round(0.1 * 10 * MIN_TOKENS) + MIN_TOKENS
+    better = replace(bad, transfers=100 + MIN_EVENTS, asked_tokens=11 * MIN_TOKENS, hit_ratio=found / (11 * MIN_TOKENS))
+    assert monitor.step(replace(bad, transfers=100 + MIN_EVENTS - 1)) == [], "too few to say"
+    assert {one.threshold for one in monitor.step(better)} == {"kv_transfer_failure_rate", "kv_cache_hit_ratio"}
+    assert monitor.alerts() == []
+    # And begins when what comes now is bad, however well the past was.
+    long = replace(WELL, transfers=1_000_000, transfer_failures=50, asked_tokens=10**9, hit_ratio=0.9)
+    assert monitor.step(long) == []
+    (raised,) = monitor.step(replace(long, transfers=1_000_000 + MIN_EVENTS, transfer_failures=50 + MIN_EVENTS))
+    assert "100.0% of its last 20 transfers failed" in raised.sentence if isinstance(raised, AlertRaised) else False
 
 
 def test_nodes_do_not_share_an_episode() -> None:

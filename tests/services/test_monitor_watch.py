@@ -77,7 +77,7 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole() -> None:
     async with watching(slowly, lambda config: [config.node("decode-1")]) as watch:
         await until(lambda: watch.samples)
         assert watch.samples["decode-1"].transfer_failures == 50
-        assert any("50.0% of its transfers failed" in alert for alert in watch.health.alerts())
+        assert any("50.0% of its last 100 transfers failed" in alert for alert in watch.health.alerts())
 
 
 async def test_whoever_is_no_member_any_more_has_no_alert() -> None:

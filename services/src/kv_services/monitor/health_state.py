@@ -7,9 +7,11 @@ it here.
 H1: an alert begins when its threshold is crossed and ends when it is no longer; in between it is told once.
 H2: too few events prove nothing: a rate is judged from `MIN_EVENTS` on.
 H3: a node that is gone has no alerts of its own but that it is gone.
-H4: a link is judged by its latest `MIN_EVENTS` transfers or more, not by its whole past, so that an episode ends.
+H4: a process, a link and the hits are judged by the latest `MIN_EVENTS` transfers or `MIN_TOKENS` tokens, or more, not
+    by their whole past, so that an episode begins when it does and ends.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,11 +66,22 @@ HealthEffect = AlertRaised | AlertCleared
 
 @dataclass(slots=True)
 class _Window:
-    """Where one link's counts stood when it was last judged, and how it was."""
+    """Where two counts stood when they were last judged, and what the judgement was."""
 
-    transfers: int = 0
-    failures: int = 0
+    total: int = 0
+    part: int = 0
     verdict: str = ""
+
+    def judge(self, total: int, part: int, least: int, sentence: Callable[[float, int], str]) -> str:
+        """The verdict of `sentence(share, number)` on what came since the last one, once that is enough."""
+        if total < self.total or part < self.part:
+            # The process began a new life and counts anew.
+            self.total = self.part = 0
+        number = total - self.total
+        if number >= least:
+            share = (part - self.part) / number
+            self.total, self.part, self.verdict = total, part, sentence(share, number)
+        return self.verdict
 
 
 @dataclass(slots=True)
@@ -113,39 +126,46 @@ class KvCacheHealthMonitor:
         """What to do about a failed transfer; the same table that the nodes act by."""
         return _diagnose(task, error)
 
-    def _link_verdict(self, node: NodeId, peer: str, transfers: int, failures: int) -> str:
-        """What is wrong with a link by its latest transfers; empty when nothing is."""
-        window = self._windows.setdefault((node, peer), _Window())
-        if transfers < window.transfers or failures < window.failures:
-            # The process began a new life and counts anew.
-            window.transfers = window.failures = 0
-        new, bad = transfers - window.transfers, failures - window.failures
-        if new >= MIN_EVENTS:
-            window.transfers, window.failures = transfers, failures
-            rate, allowed = bad / new, self.thresholds.kv_transfer_failure_rate
-            window.verdict = (
-                f"{node} and {peer}: {rate:.1%} of their last {new} transfers failed, the threshold is {allowed:.1%}"
-                if rate > allowed
-                else ""
-            )
-        return window.verdict
+    def _window(self, node: NodeId, what: str) -> _Window:
+        return self._windows.setdefault((node, what), _Window())
+
+    def _failure_rates(self, sample: HealthSample) -> Iterator[tuple[str, str]]:
+        """Of the process and of each of its links: the threshold's name and what is wrong; nothing when it is well."""
+        node, allowed = sample.node_id, self.thresholds.kv_transfer_failure_rate
+
+        def of_all(rate: float, number: int) -> str:
+            told = f"{node}: {rate:.1%} of its last {number} transfers failed, the threshold is {allowed:.1%}"
+            return told if rate > allowed else ""
+
+        window = self._window(node, "transfers")
+        yield "kv_transfer_failure_rate", window.judge(sample.transfers, sample.transfer_failures, MIN_EVENTS, of_all)
+        for peer, transfers, failures in sample.links:
+
+            def of_link(rate: float, number: int, peer: str = peer) -> str:
+                told = f"{node} and {peer}: {rate:.1%} of their last {number} transfers failed, the threshold is"
+                return f"{told} {allowed:.1%}" if rate > allowed else ""
+
+            verdict = self._window(node, f"link {peer}").judge(transfers, failures, MIN_EVENTS, of_link)
+            yield f"kv_transfer_failure_rate of {peer}", verdict
+
+    def _hits(self, sample: HealthSample) -> str:
+        """What is wrong with the share of prompt tokens that were found; empty when nothing is."""
+        node, wanted = sample.node_id, self.thresholds.kv_cache_hit_ratio
+        if sample.hit_ratio is None:
+            return ""
+
+        def sentence(ratio: float, number: int) -> str:
+            told = f"{node}: {ratio:.0%} of its last {number} prompt tokens were found, the goal is {wanted:.0%}"
+            return told if ratio < wanted else ""
+
+        found = round(sample.hit_ratio * sample.asked_tokens)
+        return self._window(node, "hits").judge(sample.asked_tokens, found, MIN_TOKENS, sentence)
 
     def _crossed(self, sample: HealthSample) -> dict[str, str]:
         node, limits = sample.node_id, self.thresholds
         if not sample.reachable:
             return {"reachable": f"{node} does not answer" + (f": {sample.cause}" if sample.cause else "")}
-        crossed: dict[str, str] = {}
-        if sample.transfers >= MIN_EVENTS:
-            rate = sample.transfer_failures / sample.transfers
-            allowed = limits.kv_transfer_failure_rate
-            if rate > allowed:
-                crossed["kv_transfer_failure_rate"] = (
-                    f"{node}: {rate:.1%} of its transfers failed, the threshold is {allowed:.1%}"
-                )
-        for peer, transfers, failures in sample.links:
-            verdict = self._link_verdict(node, peer, transfers, failures)
-            if verdict:
-                crossed[f"kv_transfer_failure_rate of {peer}"] = verdict
+        crossed = {threshold: verdict for threshold, verdict in self._failure_rates(sample) if verdict}
         if sample.transfer_p99_ms is not None and sample.transfers >= MIN_EVENTS:
             goal = limits.kv_transfer_latency_p99_ms
             if sample.transfer_p99_ms > goal:
@@ -161,9 +181,6 @@ class KvCacheHealthMonitor:
                 f"{node} is {sample.replication_lag} updates of {sample.lag_origin} behind,"
                 f" the threshold is {limits.kv_replication_lag}"
             )
-        wanted = limits.kv_cache_hit_ratio
-        if sample.hit_ratio is not None and sample.asked_tokens >= MIN_TOKENS and sample.hit_ratio < wanted:
-            crossed["kv_cache_hit_ratio"] = (
-                f"{node}: {sample.hit_ratio:.0%} of prompt tokens were found, the goal is {wanted:.0%}"
-            )
+        if few := self._hits(sample):
+            crossed["kv_cache_hit_ratio"] = few
         return crossed

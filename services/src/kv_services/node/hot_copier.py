@@ -9,14 +9,14 @@ import logging
 from typing import Final
 
 from kv_core.errors import KVError
-from kv_core.hashing import BlockHash, hash_tokens
+from kv_core.hashing import TOKEN_BYTES, BlockHash, hash_tokens
 from kv_core.ids import NodeId
 from kv_core.namespace import Namespace
 from kv_services.config import Role
 from kv_services.event_log import EventLog
 from kv_services.membership.actor import ClusterView
 from kv_services.node.context import NodeContext
-from kv_services.node.hot_prefixes import HotPrefixes, acts
+from kv_services.node.hot_prefixes import DEPTH_MAX, HotPrefixes, acts
 from kv_services.node.move_plan import Chain, choose_target, depths
 from kv_services.node.offering import offer
 from kv_services.node.store import LeaseDesk
@@ -54,7 +54,9 @@ class HotCopier:
     def note(self, namespace: Namespace, tokens: bytes) -> None:
         """A prompt was asked for here."""
         if self._settings.copies > 1:
-            self.hot.note(self._ctx.clock.monotonic_ns(), hash_tokens(namespace, tokens))
+            # No deeper than is looked at: a long prompt has been hashed often enough.
+            beginning = tokens[: TOKEN_BYTES * DEPTH_MAX * namespace.block_size]
+            self.hot.note(self._ctx.clock.monotonic_ns(), hash_tokens(namespace, beginning))
 
     def tick(self) -> None:
         """Begin the next copy if one is due."""
