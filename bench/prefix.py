@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -142,7 +143,8 @@ def index(report: Report, peer: Peer | None, rounds: int, num_blocks: int) -> No
     taken: list[float] = []
     for number, events in fed:
         for holder in HOLDERS[: number % NUM_HOLDERS + 1]:
-            taken += [timed(lambda h=holder, e=event: table.stored(h, Tier.HOST, e)) for event in events]  # type: ignore[misc]
+            store = partial(table.stored, holder, Tier.HOST, consecutive=True)
+            taken += [timed(partial(store, event)) for event in events]
     applied = EVENT / statistics.fmean(sorted(taken)[: len(taken) * 99 // 100]) / 1e6
     theirs = peer.ask("fill", num_blocks) if peer else []
     their_rate = EVENT / statistics.fmean(sorted(theirs)[: len(theirs) * 99 // 100]) / 1e6 if theirs else 0.0
@@ -208,9 +210,9 @@ def removal(report: Report, num_blocks: int) -> None:
     chains = make_chains(num_blocks)
     for chain in chains:
         for event in events_of(chain):
-            table.stored(HOLDERS[0], Tier.HOST, event)
+            table.stored(HOLDERS[0], Tier.HOST, event, consecutive=True)
     for chain in chains[:8]:
-        table.stored(HOLDERS[1], Tier.HOST, chain)
+        table.stored(HOLDERS[1], Tier.HOST, chain, consecutive=True)
     full = table.nbytes()
     gone = timed(lambda: table.remove_holder(HOLDERS[0]))
     assert all(match.holder != HOLDERS[0] for chain in chains[:8] for match in table.lookup(chain))
@@ -245,7 +247,7 @@ def many_holders(report: Report, num_blocks: int) -> None:
     chains = make_chains(num_blocks)
     for holder in HOLDERS:
         for chain in chains:
-            table.stored(holder, Tier.HOST, chain)
+            table.stored(holder, Tier.HOST, chain, consecutive=True)
     took = min(timed(lambda: table.lookup(chains[0])) for _ in range(20)) * 1e6
     assert len(table.lookup(chains[0])) == len(HOLDERS)
     report.add(

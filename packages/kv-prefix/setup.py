@@ -7,6 +7,7 @@ setup(
         Extension(
             "kv_prefix._bit_table",
             ["src/kv_prefix/_bit_table.c"],
+            depends=["src/kv_prefix/_bit_entries.h", "src/kv_prefix/_bit_sets.h"],
             extra_compile_args=["-O3"],
             py_limited_api=True,
             optional=True,

@@ -52,7 +52,7 @@ def main() -> None:
         print(f"{name}: computed {serve(pool, memory, name, SYSTEM_PROMPT + question)} tokens")
         for event in pool.take_events():  # a node publishes these; here they go straight into the index
             if isinstance(event, BlocksStored):
-                index.stored(here, Tier.HOST, event.block_hashes)
+                index.stored(here, Tier.HOST, event.block_hashes, consecutive=True)
 
     prompt = [*SYSTEM_PROMPT, 999]
     names = hash_tokens(NAMESPACE, prompt)

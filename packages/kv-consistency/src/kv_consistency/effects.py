@@ -38,7 +38,7 @@ class ClaimsAdded(msgspec.Struct, frozen=True, gc=False):
     Args:
         hashes: sequence hashes, 16 bytes each.
         checks: second hashes.
-        positions: of each block in its sequence.
+        positions: of each block in its sequence; a range only where they are consecutive ones of one sequence.
     """
 
     holder: Origin

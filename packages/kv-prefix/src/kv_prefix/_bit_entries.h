@@ -4,6 +4,10 @@
  * mostly finds the next block next to the last one, in the order in which memory is fast, and asks the directory only
  * where that fails: names are compared either way. A region less than half full is emptied into the open one, so that
  * at most half of the memory is holes. The shards of the directory grow one at a time and touch no entry.
+ *
+ * Contiguity is kept beside the entries, a bit for each: it goes on from the entry before, which is its parent and is
+ * held by the same holders in the same tiers. A change of one block's set, its coming or its going touches its own bit
+ * and that of the one behind it, never more. A stretch of set bits is as many blocks that need not be looked at singly.
  */
 #include "_bit_sets.h"
 
@@ -17,6 +21,79 @@ static inline void read_name(const uint8_t *p, uint64_t *low, uint64_t *high, ui
 static inline Entry *entry_at(Table *t, uint32_t number)
 {
     return &t->regions[number >> REGION_BITS].entries[number & (REGION - 1)];
+}
+
+static inline Links *links_of(Table *t, uint32_t region)
+{
+    return (Links *)(t->regions[region].entries + REGION);
+}
+
+static inline int bit_at(const uint64_t *bits, uint32_t i)
+{
+    return bits[i / 64] >> i % 64 & 1;
+}
+
+static inline void put_bit(uint64_t *bits, uint32_t i, int on)
+{
+    bits[i / 64] = (bits[i / 64] & ~(1ULL << i % 64)) | (uint64_t)on << i % 64;
+}
+
+/* The set of entry `i` of a region was changed: whether it goes on from the one before, and the one behind from it. */
+static inline void relink(Table *t, uint32_t region, uint32_t i)
+{
+    const Entry *entry = &t->regions[region].entries[i];
+    Links *links = links_of(t, region);
+    if (bit_at(links->follows, i))
+        put_bit(links->goes_on, i, entry->set == entry[-1].set);
+    if (i + 1 < REGION && bit_at(links->follows, i + 1))
+        put_bit(links->goes_on, i + 1, entry->set == entry[1].set);
+}
+
+/* The entry before this one in its region is its parent. Not for the first of a region. */
+static inline void link_to_last(Table *t, uint32_t number)
+{
+    uint32_t region = number >> REGION_BITS, i = number & (REGION - 1);
+    Links *links = links_of(t, region);
+    if (bit_at(links->follows, i))
+        return;
+    put_bit(links->follows, i, 1);
+    relink(t, region, i);
+}
+
+/* How many blocks from this one on, itself included and at most `most`, each go on from the one before. */
+static inline uint32_t stretch_from(Table *t, uint32_t number, uint32_t most)
+{
+    uint32_t first = number & (REGION - 1), i = first + 1;
+    const uint64_t *goes_on = links_of(t, number >> REGION_BITS)->goes_on;
+    while (i < REGION && i - first < most) {
+        uint64_t breaks = ~goes_on[i / 64] >> i % 64;
+        if (breaks) {
+            i += lowest_bit(breaks);
+            break;
+        }
+        i += 64 - i % 64;
+    }
+    return i - first < most ? i - first : most;
+}
+
+/* How many names from `p` on, of at most `most`, are those of entry `number` and of the entries behind it; the first one
+ * is. Each entry here is the child of the one before, and so is each name: a name is hashed over its parent's, hence
+ * where one is equal all before it are, and the last equal one can be searched for. */
+static inline uint32_t shared_from(Table *t, const uint8_t *p, uint32_t number, uint32_t most)
+{
+    uint32_t same = 1, probe = most; /* mostly the whole stretch is */
+    while (same < most) {
+        uint64_t low, high;
+        uint32_t check;
+        read_name(p + (size_t)(probe - 1) * PACKED, &low, &high, &check);
+        Entry *entry = entry_at(t, number + probe - 1);
+        if (entry->low == low && entry->high == high && entry->check == check)
+            same = probe;
+        else
+            most = probe - 1;
+        probe = same + (most - same + 1) / 2;
+    }
+    return same;
 }
 
 static inline Shard *shard_of(Table *t, uint64_t low)
@@ -104,7 +181,13 @@ static void forget_place(Table *t, Shard *s, Place *place)
         shrink(t, &t->shards[t->turn++ % NUM_SHARDS]);
 }
 
-/* The number of a free entry at the end of the open region; UINT32_MAX when memory is out. */
+/* Whether entry `number` lies in the same region as entry `last`, behind it. */
+static inline int is_behind(uint32_t number, uint32_t last)
+{
+    return number == last + 1 && number & (REGION - 1);
+}
+
+/* The number of a free entry at the end of the open region; NOWHERE when memory is out. */
 static uint32_t append(Table *t)
 {
     if (t->open && t->regions[t->open - 1].used < REGION) {
@@ -118,13 +201,13 @@ static uint32_t append(Table *t)
     if (free_number == t->num_regions) {
         Region *more = realloc(t->regions, (t->num_regions + 1) * sizeof(Region));
         if (!more)
-            return UINT32_MAX;
+            return NOWHERE;
         t->regions = more;
         t->regions[t->num_regions++] = (Region){NULL, 0, 0};
     }
-    Entry *entries = take(t, REGION * sizeof(Entry));
+    Entry *entries = take(t, REGION_NBYTES);
     if (!entries)
-        return UINT32_MAX;
+        return NOWHERE;
     t->regions[free_number] = (Region){entries, 1, 1};
     t->open = free_number + 1;
     return free_number << REGION_BITS;
@@ -133,10 +216,16 @@ static uint32_t append(Table *t)
 static void drop_entry(Table *t, uint32_t number)
 {
     Region *r = &t->regions[number >> REGION_BITS];
-    r->entries[number & (REGION - 1)].set = 0;
+    Links *links = links_of(t, number >> REGION_BITS);
+    uint32_t first = number & (REGION - 1);
+    r->entries[first].set = 0;
+    for (uint32_t i = first; i < REGION && i < first + 2; i++) {
+        put_bit(links->follows, i, 0);
+        put_bit(links->goes_on, i, 0);
+    }
     if (--r->live)
         return;
-    give(t, r->entries, REGION * sizeof(Entry));
+    give(t, r->entries, REGION_NBYTES);
     *r = (Region){NULL, 0, 0};
     if (t->open == (number >> REGION_BITS) + 1)
         t->open = 0;
@@ -151,24 +240,30 @@ static int is_sparse(Table *t, uint32_t region)
 /* Moves what lives in a region to the end of the open one; without memory for it, the rest stays where it is. */
 static void evacuate(Table *t, uint32_t region)
 {
+    uint64_t follows[REGION / 64]; /* as it was: an entry that has gone takes its links with it */
+    memcpy(follows, links_of(t, region)->follows, sizeof(follows));
+    uint32_t last = NOWHERE; /* where the one before it went */
     for (uint32_t i = 0, used = t->regions[region].used; i < used; i++) {
         Entry moved = t->regions[region].entries[i];
         if (!moved.set)
             continue;
         uint32_t number = append(t);
-        if (number == UINT32_MAX)
+        if (number == NOWHERE)
             return;
         *entry_at(t, number) = moved;
+        if (bit_at(follows, i) && is_behind(number, last))
+            link_to_last(t, number);
+        last = number;
         Place *place = find(t, shard_of(t, moved.low), moved.low, moved.high);
         place->at = number + 1;
-        int last = t->regions[region].live == 1;
+        int emptied = t->regions[region].live == 1;
         drop_entry(t, region << REGION_BITS | i);
-        if (last)
+        if (emptied)
             return;
     }
 }
 
-/* The number of a name's entry, or UINT32_MAX. `guess` is where it lies if it came with the block before. */
+/* The number of a name's entry, or NOWHERE. `guess` is where it lies if it came with the block before. */
 static inline uint32_t seek(Table *t, uint32_t guess, uint64_t low, uint64_t high)
 {
     if (guess & (REGION - 1)) {
@@ -177,7 +272,7 @@ static inline uint32_t seek(Table *t, uint32_t guess, uint64_t low, uint64_t hig
             return guess;
     }
     Shard *s = shard_of(t, low);
-    return s->size ? find(t, s, low, high)->at - 1 : UINT32_MAX; /* a free place has 0 */
+    return s->size ? find(t, s, low, high)->at - 1 : NOWHERE; /* a free place has 0 */
 }
 
 /* Where a probe for a name begins; NULL where there is nothing to probe. */
@@ -201,10 +296,12 @@ static inline void look_ahead(Table *t, const uint8_t *p, const uint8_t *end)
     }
 }
 
-static void move_to(Table *t, Entry *entry, uint32_t set)
+static void move_to(Table *t, uint32_t number, uint32_t set)
 {
+    Entry *entry = entry_at(t, number);
     set_of(t, set)->refs++;
     if (entry->set)
         release_set(t, entry->set);
     entry->set = set;
+    relink(t, number >> REGION_BITS, number & (REGION - 1));
 }

@@ -37,6 +37,8 @@
 #define MAX_BITS 4096
 #define REGION_BITS 12
 #define REGION (1u << REGION_BITS)
+#define REGION_NBYTES (REGION * sizeof(Entry) + sizeof(Links))
+#define NOWHERE UINT32_MAX
 #define MIN_SLOTS 8
 #define MAPPED (32 * 1024)
 #define AHEAD 16
@@ -46,8 +48,14 @@ typedef struct {
     uint32_t check, set; /* set 0: nothing here */
 } Entry;
 
+/* Two bits an entry. follows: the entry before it in the region is its parent. goes_on: and has the same set. Both are
+ * 0 unless both entries are there. */
 typedef struct {
-    Entry *entries; /* REGION of them; NULL: this number is free */
+    uint64_t follows[REGION / 64], goes_on[REGION / 64];
+} Links;
+
+typedef struct {
+    Entry *entries; /* REGION of them, then their Links; NULL: this number is free */
     uint32_t used, live;
 } Region;
 
@@ -83,6 +91,18 @@ typedef struct {
     uint32_t num_chunks, next_id, free_id;
     uint64_t num_entries, nbytes;
 } Table;
+
+static inline uint32_t lowest_bit(uint64_t bits)
+{
+#if defined(__GNUC__)
+    return (uint32_t)__builtin_ctzll(bits);
+#else
+    uint32_t i = 0;
+    while (!(bits >> i & 1))
+        i++;
+    return i;
+#endif
+}
 
 /* Zeroed. What is large is a mapping of its own, and goes back to the system when it is given back. */
 static void *take(Table *t, size_t nbytes)

@@ -8,9 +8,10 @@
  */
 #include "_bit_entries.h"
 
-static int get_names(PyObject *args, Py_buffer *names, int *bit)
+/* `form`: "y*i", or "y*i|p" with `consecutive`. */
+static int get_names(PyObject *args, const char *form, Py_buffer *names, int *bit, int *consecutive)
 {
-    if (!PyArg_ParseTuple(args, "y*i", names, bit))
+    if (!PyArg_ParseTuple(args, form, names, bit, consecutive))
         return -1;
     if (names->len % PACKED || *bit < 0 || *bit >= MAX_BITS) {
         PyErr_Format(PyExc_ValueError, "%zd bytes of names, bit %d", names->len, *bit);
@@ -24,13 +25,13 @@ static PyObject *table_set(PyObject *self, PyObject *args)
 {
     Table *t = (Table *)self;
     Py_buffer names;
-    int bit;
-    if (get_names(args, &names, &bit) < 0)
+    int bit, consecutive = 0;
+    if (get_names(args, "y*i|p", &names, &bit, &consecutive) < 0)
         return NULL;
     const uint8_t *p = names.buf, *end = p + names.len;
     /* The step taken last. Whatever makes another set takes another step, so that a number used again is not mistaken. */
     uint32_t from = 0, to = 0;
-    uint32_t guess = 0;
+    uint32_t guess = 0, last = NOWHERE; /* last: the block's parent, when that is known */
     int failed = 0;
     for (; p < end; p += PACKED) {
         uint64_t low, high;
@@ -38,12 +39,14 @@ static PyObject *table_set(PyObject *self, PyObject *args)
         read_name(p, &low, &high, &check);
         look_ahead(t, p, end);
         uint32_t number = seek(t, guess, low, high), before = 0;
-        if (number != UINT32_MAX) {
+        if (number != NOWHERE) {
             Entry *entry = entry_at(t, number);
             guess = number + 1;
             before = entry->set;
-            if (entry->check != check)
+            if (entry->check != check) {
+                last = NOWHERE;
                 continue;
+            }
         }
         if (!to || before != from) {
             from = before;
@@ -53,11 +56,9 @@ static PyObject *table_set(PyObject *self, PyObject *args)
                 break;
             }
         }
-        if (to == before)
-            continue;
         if (!before) {
             Shard *s = shard_of(t, low);
-            if (shard_reserve(t, s) < 0 || (number = append(t)) == UINT32_MAX) {
+            if (shard_reserve(t, s) < 0 || (number = append(t)) == NOWHERE) {
                 failed = 1;
                 break;
             }
@@ -68,7 +69,12 @@ static PyObject *table_set(PyObject *self, PyObject *args)
             t->num_entries++;
             guess = number + 1;
         }
-        move_to(t, entry_at(t, number), to);
+        if (is_behind(number, last))
+            link_to_last(t, number);
+        if (consecutive)
+            last = number;
+        if (to != before)
+            move_to(t, number, to);
     }
     PyBuffer_Release(&names);
     if (failed)
@@ -92,7 +98,7 @@ static PyObject *table_clear(PyObject *self, PyObject *args)
     Table *t = (Table *)self;
     Py_buffer names;
     int bit, failed = 0;
-    if (get_names(args, &names, &bit) < 0)
+    if (get_names(args, "y*i", &names, &bit, NULL) < 0)
         return NULL;
     uint8_t gone[MAX_BITS] = {0};
     gone[bit] = 1;
@@ -102,13 +108,13 @@ static PyObject *table_clear(PyObject *self, PyObject *args)
         read_name(p, &low, &high, &check);
         look_ahead(t, p, end);
         uint32_t number = seek(t, 0, low, high);
-        if (number == UINT32_MAX || !has_bit(set_of(t, entry_at(t, number)->set), (uint16_t)bit))
+        if (number == NOWHERE || !has_bit(set_of(t, entry_at(t, number)->set), (uint16_t)bit))
             continue;
         uint32_t left = set_without(t, entry_at(t, number)->set, gone, &failed);
         if (failed)
             break;
         if (left) {
-            move_to(t, entry_at(t, number), left);
+            move_to(t, number, left);
             continue;
         }
         erase(t, number);
@@ -135,7 +141,7 @@ static PyObject *table_get(PyObject *self, PyObject *arg)
     uint32_t check;
     read_name((const uint8_t *)name, &low, &high, &check);
     uint32_t number = seek(t, 0, low, high);
-    if (number == UINT32_MAX || entry_at(t, number)->check != check)
+    if (number == NOWHERE || entry_at(t, number)->check != check)
         return PyTuple_New(0);
     Set *set = set_of(t, entry_at(t, number)->set);
     PyObject *bits = PyTuple_New(set->n);
@@ -171,16 +177,16 @@ static inline void count_runs(Runner *runners, uint32_t num, uint32_t length)
     }
 }
 
-/* Walks the names; fills `runners` with every holder of block 0 and its unbroken run. `ranks` has one number a column,
- * 0xFFFF for those that are not to be answered with. While walking, the upper half of a runner's rank is its fastest
- * tier in the present set. */
+/* Goes along the names, from one stretch of blocks with equal sets to the next; fills `runners` with every holder of
+ * block 0 and its unbroken run. `ranks` has one number a column, 0xFFFF for those that are not to be answered with. On
+ * the way, the upper half of a runner's rank is its fastest tier in the present set. */
 static uint32_t walk(Table *t, const uint8_t *names, size_t n, const uint16_t *ranks, size_t num_columns,
                      Runner *runners)
 {
     uint32_t started = 0, running = 0, current = 0, since = 0, guess = 0;
     int scattered = 0;
     const uint8_t *end = names + n * PACKED;
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = 0, step; i < n; i += step) {
         const uint8_t *p = names + (size_t)i * PACKED;
         uint64_t low, high;
         uint32_t check;
@@ -189,9 +195,10 @@ static uint32_t walk(Table *t, const uint8_t *names, size_t n, const uint16_t *r
             look_ahead(t, p, end);
         uint32_t number = seek(t, guess, low, high);
         scattered = number != guess;
-        guess = number + 1;
-        Entry *entry = number == UINT32_MAX ? NULL : entry_at(t, number);
+        Entry *entry = number == NOWHERE ? NULL : entry_at(t, number);
         uint32_t set_id = entry && entry->check == check ? entry->set : 0;
+        step = set_id ? shared_from(t, p, number, stretch_from(t, number, (uint32_t)n - i)) : 1;
+        guess = number + step;
         if (i && set_id == current)
             continue;
         count_runs(runners, running, i - since);
@@ -322,7 +329,7 @@ static PyObject *table_sweep(PyObject *self, PyObject *args)
         if (left == from)
             continue;
         if (left) {
-            move_to(t, entry, left);
+            move_to(t, region << REGION_BITS | i, left);
             continue;
         }
         if (PyList_Size(names) < max_told) {

@@ -6,7 +6,9 @@ compiled table against it, and it stands in where the package was installed with
 
 T1: an entry is there exactly while a bit of it is set.
 T2: an entry answers only to the check hash it was made with: two blocks with one first hash are not mixed up.
-T3: `lookup` changes nothing, and equals a walk over the names with a set of bits for each.
+T3: `lookup` changes nothing, and equals a walk over the names with a set of bits for each, provided that names are
+    chained: the same name has the same names before it, in whatever is set as consecutive or looked up.
+T4: what a lookup steps over was set as consecutive, and has the bits of the block that it steps from.
 """
 
 import sys
@@ -41,8 +43,12 @@ class BitTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def set(self, packed: bytes, bit: int, /) -> None:
-        """Set one bit for each block. A block whose first hash is there with another check hash is left out."""
+    def set(self, packed: bytes, bit: int, consecutive: bool = False, /) -> None:
+        """Set one bit for each block. A block whose first hash is there with another check hash is left out.
+
+        Args:
+            consecutive: each is the child of the one before it.
+        """
         ...
 
     def clear(self, packed: bytes, bit: int, /) -> None:
@@ -83,7 +89,8 @@ class BitTable(Protocol):
 
 
 class PlainBitTable:
-    """The table in plain Python. An entry is one integer: the bits above the check hash."""
+    """The table in plain Python. An entry is one integer: the bits above the check hash. It walks name by name, so
+    which blocks are consecutive is nothing to it."""
 
     def __init__(self) -> None:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_PLAIN_SHARDS)]
@@ -91,7 +98,7 @@ class PlainBitTable:
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def set(self, packed: bytes, bit: int, /) -> None:
+    def set(self, packed: bytes, bit: int, consecutive: bool = False, /) -> None:
         shards, value = self._shards, 1 << (bit + _CHECK_BITS)
         for sequence, check in unpack(packed):
             shard = shards[sequence[0]]

@@ -1,8 +1,9 @@
 """Who holds how much of a prefix, over all nodes of the cluster.
 
-Fed by claims that kv-consistency has already ordered: the index keeps sets, it does not judge versions. A lookup walks
-the prefix from block 0 and keeps the set of holders that had every block so far, so a hole ends a holder's match
-exactly there; nothing is guessed by bisection.
+Fed by claims that kv-consistency has already ordered: the index keeps sets, it does not judge versions. A lookup goes
+from block 0 on and keeps the holders that had every block so far, so a hole ends a holder's match exactly there. It
+takes whole stretches at a step: that a block is its neighbour's child and held alike is maintained with every change
+(`index_table`), and no presence is guessed from that of a deeper block.
 
 I1: a lookup equals, for every holder, a plain walk over that holder's set of blocks.
 I2: lookups change nothing.
@@ -83,8 +84,14 @@ class PrefixIndex:
         self._position = 0
         self._lost: deque[dict[bytes, Holder]] = deque(({},), maxlen=_LOST_PARTS)
 
-    def stored(self, holder: Holder, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
+    def stored(
+        self, holder: Holder, tier: Tier, block_hashes: Iterable[BlockHash], *, consecutive: bool = False
+    ) -> None:
         """These blocks are in that tier of the holder. Saying it again changes nothing. Fastest from `BlockHashes`.
+
+        Args:
+            consecutive: each block is the child of the one before it, so that lookups need not look at every one. To
+                say so of blocks that are not makes lookups credit a holder with blocks between that it may not have.
 
         Raises:
             HolderLimitError: a new holder, and there is no room for another.
@@ -92,7 +99,7 @@ class PrefixIndex:
         column = self._column_of.get(holder)
         if column is None:
             column = self._add(holder)
-        self._table.set(BlockHashes.of(block_hashes).packed, column * TIERS + tier)
+        self._table.set(BlockHashes.of(block_hashes).packed, column * TIERS + tier, consecutive)
 
     def removed(self, holder: Holder, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
         """These blocks are no longer in that tier of the holder; other tiers and holders keep theirs.

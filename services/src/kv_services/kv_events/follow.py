@@ -109,7 +109,7 @@ class EngineEvents:
         for effect in effects:
             match effect:
                 case Stored(tier, names):
-                    self._index.stored(self.holder, tier, names)
+                    self._index.stored(self.holder, tier, names, consecutive=True)
                 case Removed(tier, names):
                     self._index.removed(self.holder, tier, names)
                 case Cleared():

@@ -29,7 +29,7 @@ MAX_KNOWN: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The engine has these blocks in that tier."""
+    """The engine has these blocks in that tier; each is the child of the one before it."""
 
     tier: Tier
     names: tuple[BlockHash, ...]

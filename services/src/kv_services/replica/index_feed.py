@@ -10,8 +10,9 @@ def feed(index: PrefixIndex, change: ClaimsAdded | ClaimsRemoved | HolderDropped
     """Apply one change of claims."""
     holder = Holder(change.holder.node, change.holder.incarnation)
     match change:
-        case ClaimsAdded(_, _, tier, _, hashes, checks):
-            index.stored(holder, Tier(tier), BlockHashes.of_columns(hashes, checks))
+        case ClaimsAdded(_, _, tier, _, hashes, checks, positions):
+            consecutive = isinstance(positions, range)
+            index.stored(holder, Tier(tier), BlockHashes.of_columns(hashes, checks), consecutive=consecutive)
         case ClaimsRemoved(_, _, tier, _, hashes):
             index.removed(holder, Tier(tier), BlockHashes.of_columns(hashes, [0] * len(hashes)))
         case HolderDropped():

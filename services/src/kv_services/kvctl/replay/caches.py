@@ -98,7 +98,7 @@ class NodeCache:
         for event in events:
             match event:
                 case BlocksStored(block_hashes=block_hashes):
-                    self._index.stored(self._holder, Tier.HOST, block_hashes)
+                    self._index.stored(self._holder, Tier.HOST, block_hashes, consecutive=True)
                 case BlockRemoved(block_hash=block_hash, reason=reason):
                     self.evicted += reason is RemovalReason.EVICTED
                     self._index.removed(self._holder, Tier.HOST, (block_hash,))
@@ -146,7 +146,7 @@ class FlatCache:
                 self._insert(name.sequence)
             else:
                 self._policy.touch(slot)
-        self._index.stored(self._holder, Tier.HOST, prompt.names)
+        self._index.stored(self._holder, Tier.HOST, prompt.names, consecutive=True)
         gone: list[bytes] = []
         while len(self._slot_of) > self._capacity:
             victim = self._policy.victim()
