@@ -14,6 +14,7 @@ from kv_services.errors import (
     RequestExpiredError,
     RequestTooLargeError,
 )
+from kv_services.node.announcements import WithdrawBlocks
 from kv_services.node.prefill_events import (
     AbortHandover,
     CancelCompute,
@@ -29,7 +30,6 @@ from kv_services.node.prefill_events import (
     ReplyFailed,
     StartPrefill,
     StartPull,
-    WithdrawBlocks,
 )
 from tests.services.helpers_prefill import NS, OOPS, STATS, D, G, H, R, ask, computed, machine, of, sent, serve
 
