@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kv_core.block import BlockGeometry, BlockRef, Layout
-from kv_core.clock import SystemClock
 from kv_core.dtypes import DType
 from kv_core.ids import RequestId
 from kv_core.namespace import EXACT, Fidelity
@@ -309,7 +308,7 @@ async def test_a_payload_that_was_damaged_on_its_way_is_sent_again(
 async def test_nothing_is_decoded_before_it_was_verified(codec: Codec, tmp_path: Path) -> None:
     async with pair("tcp", tmp_path) as (sender, receiver):
         (source,), (target,) = fill(sender, 1, seed=14), receiver.blocks(1)
-        rates, nbytes = CodecRates(SystemClock()), SMALL.slot_layer_nbytes
+        rates, nbytes = CodecRates(), SMALL.slot_layer_nbytes
         offset = sender.arena.shape.offset(source.slot, 0)
         sent = wire_form.Place(sender.arena, [offset], [nbytes], SMALL)
         form = wire_form.write_form(codec, sent, [int(sender.arena.checks[0, source.slot])], rates, "me")

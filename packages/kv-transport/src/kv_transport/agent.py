@@ -112,7 +112,7 @@ class TransferAgent:
             ledger=self.ledger,
             on_note=self._deliver,
             spawn=self._spawn,
-            codec_rates=CodecRates(self.clock),
+            codec_rates=CodecRates(),
             on_recovery=lambda task, action, error: self.on_recovery(task, action, error),
         )
         self._backends = make_backends(self._around, self._host_id, self._network)

@@ -1,4 +1,8 @@
-"""How fast the codecs are on this machine: tried once, then learnt from use. Thread-safe."""
+"""How fast the codecs are on this machine: tried once, then learnt from use. Thread-safe.
+
+By the processor time of the thread at work, as what bytes cost a thread is (`MovingMeter`): the two are added, and how
+often other work interrupted a trial says nothing of the codec.
+"""
 
 import threading
 from typing import Final
@@ -6,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from kv_core.block import BlockGeometry
-from kv_core.clock import Clock
+from kv_core.clock import thread_cpu_ns
 from kv_core.dtypes import DType
 from kv_transport.codec_choice import GAIN_MIN, CodecCost, DecayedRate
 from kv_transport.codecs import Codec, compress, decode_cell, decompress, encode_cell, encoded_cell_nbytes
@@ -19,8 +23,7 @@ _TRIALS: Final = 3
 class CodecRates:
     """KV bytes a second, encoding and decoding. The peer is taken to be as fast as we are."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun = False
         self._encode: dict[Codec, DecayedRate] = {}
@@ -41,22 +44,22 @@ class CodecRates:
         # Half of it repeats, or LZ4 would have nothing to do.
         text = bytes(cell[: len(cell) // 2]) + bytes(len(cell) // 2)
         for _ in range(_TRIALS):
-            started = self._clock.monotonic_ns()
+            started = thread_cpu_ns()
             packed = compress(text) or b""
             started = self.encoded(Codec.LZ4, len(text), started)
             decompress(packed, len(text))
             self.decoded(Codec.LZ4, len(text), started)
             for codec in (Codec.FP8_E4M3, Codec.INT8):
                 data = memoryview(bytearray(encoded_cell_nbytes(codec, _TRIAL)))
-                started = self._clock.monotonic_ns()
+                started = thread_cpu_ns()
                 encode_cell(codec, _TRIAL, cell, data)
                 started = self.encoded(codec, len(cell), started)
                 decode_cell(codec, _TRIAL, data, out)
                 self.decoded(codec, len(cell), started)
 
     def now_ns(self) -> int:
-        """Where a measurement begins."""
-        return self._clock.monotonic_ns()
+        """Where a measurement begins, in the thread that also ends it."""
+        return thread_cpu_ns()
 
     def encoded(self, codec: Codec, nbytes: int, started_ns: int) -> int:
         """So many bytes of KV were encoded since then; the time now."""
@@ -93,7 +96,7 @@ class CodecRates:
         return found
 
     def _note(self, rates: dict[Codec, DecayedRate], codec: Codec, nbytes: int, started_ns: int) -> int:
-        now = self._clock.monotonic_ns()
+        now = thread_cpu_ns()
         with self._lock:
             rates.setdefault(codec, DecayedRate()).add(nbytes, now - started_ns)
         return now
