@@ -101,6 +101,32 @@ async def test_a_stream_goes_on_at_another_node_with_no_token_lost_or_repeated(f
     await come_back(fabric, victim, loads[victim].incarnation)
 
 
+async def test_what_a_decode_node_says_after_it_was_held_for_dead_reaches_no_client(fabric: Fabric) -> None:
+    count = 700
+    prompts = [prompt(120 + seed, 50 + seed) for seed in range(4)]
+    under_way = asyncio.Event()
+
+    async def on_text(text: bytes) -> None:
+        if len(text) > 20:
+            under_way.set()
+
+    asking = [asyncio.ensure_future(fabric.stream(one, count, on_text)) for one in prompts]
+    await under_way.wait()
+    loads = {name: (await fabric.status(name)) for name in ("decode-1", "decode-2")}
+    victim = max(loads, key=lambda name: loads[name].running)
+    pid = fabric.cluster.pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await until(lambda: is_dead(fabric, victim))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # It goes on where it stood, in the middle of its answers, while others give them.
+    for one, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+        assert answer.is_right(one, count), (answer, answer.text)
+    await lives_again(fabric, victim, loads[victim].incarnation)
+    await fabric.settle()
+
+
 async def test_a_prefill_node_that_stands_still_holds_nobody_up_for_good(fabric: Fabric) -> None:
     before = (await fabric.status("prefill-2")).incarnation
     prompts = [prompt(40 + seed, 120) for seed in range(6)]

@@ -13,6 +13,9 @@ from tests.soak.questions import Question, Questions
 AWAY_S = 0.25
 """How long a client waits before it asks a gateway again that it lost or does not reach."""
 
+LATE_S = 10.0
+"""How long after its time a request may end: a gateway that stands still tells nobody, and this machine is busy."""
+
 TOLD_MAX = 5
 """Errors of one code whose messages are kept."""
 
@@ -27,6 +30,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     longest_stall_s: float = 0.0
+    longest_request_s: float = 0.0
 
 
 class Load:
@@ -53,7 +57,7 @@ class Load:
             await asyncio.sleep(0.02)
 
     async def _ask(self, question: Question) -> None:
-        last_ns = self._clock.monotonic_ns()
+        began_ns = last_ns = self._clock.monotonic_ns()
         said = b""
 
         async def progress(text: bytes) -> None:
@@ -70,7 +74,13 @@ class Load:
             answer = Answer(599, said)
             await asyncio.sleep(AWAY_S)
         await progress(answer.text)
+        self._judge_time((last_ns - began_ns) / 1e9)
         self._judge(question.answer, answer)
+
+    def _judge_time(self, took_s: float) -> None:
+        self.tally.longest_request_s = max(self.tally.longest_request_s, took_s)
+        if took_s > self._fabric.config.limits.request_timeout_s + LATE_S:
+            self.tally.wrong.append(f"a request ended after {took_s:.0f} s")
 
     def _judge(self, want: bytes, answer: Answer) -> None:
         tally = self.tally

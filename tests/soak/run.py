@@ -77,6 +77,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         "failed": dict(sorted(tally.failed.items())),
         "wrong": len(tally.wrong),
         "longest_stall_ms": round(tally.longest_stall_s * 1e3),
+        "longest_request_ms": round(tally.longest_request_s * 1e3),
         "faults": dict(sorted(applied.items())),
         "skipped": dict(sorted(skipped.items())),
         "flipped_in_transit": flips,
