@@ -324,12 +324,19 @@ class Tiers:
             await self._purges.close()
         self._closed = True
         opening = [later.opening for later in self._later if later.opening is not None]
-        if opening:
-            await asyncio.wait(opening, timeout=CLOSE_TIMEOUT_S)
-        if self.orphans is not None:
-            await self.orphans.close()
-        for tier in self.tiers:
-            await tier.close()
+        try:
+            if opening:
+                await asyncio.wait(opening, timeout=CLOSE_TIMEOUT_S)
+            if self.orphans is not None:
+                await self.orphans.close()
+            for tier in self.tiers:
+                await tier.close()
+        finally:
+            # Also when whoever closes us has run out of time: a load that a medium holds up is waited for no longer.
+            loads = list(self._promoting.values())
+            for up in loads:
+                up.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
 
     async def _plan(self, namespace: Namespace, names: Sequence[BlockHash], tokens: bytes) -> _Plan | None:
         match = self._pool.match(namespace.digest, names, tokens)
@@ -418,10 +425,12 @@ class Tiers:
             # Also when nobody waits any more: what came is kept, the slots go back.
             self._promoting.pop(head, None)
             self._in_flight -= count
-            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                return  # at the end of the node; a thread may still write to the slots, so they stay taken
+            error = task.exception()
             if error is not None:
                 _log.error("promotion failed cause=%r", error)
-            got = 0 if task.cancelled() or error is not None else task.result()
+            got = 0 if error is not None else task.result()
             blocks = [block for _, block in plan.blocks[:got]]
             if blocks and all(map(self._is_current, blocks)):
                 names, raw = [b.block_hash for b in blocks], b"".join([b.tokens for b in blocks])
