@@ -57,7 +57,7 @@ def test_a_replica_that_lets_ended_requests_be_read(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timeout(300)
 def test_a_reader_that_takes_torn_bytes_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryLink, "_compare", lambda self, unit, checks, expected: None)
-    assert "offers wrong bytes" in _caught(13, 5.0, ("torn units",))
+    assert "offers wrong bytes" in _caught(10, 5.0, ("torn units",))
 
 
 @pytest.mark.timeout(300)
