@@ -2,7 +2,8 @@
 
 The link works beside the processors, so it is a stage of its own. What the processors do at one end is one stage: the
 threads that encode also send, and those that receive also decode, so these times add, and are shared by as many
-threads as there are, at most one a core. That is a promise; what a codec then did end to end goes before it.
+threads as there are, at most one a core. Where these limit, that is a promise, for nobody knows what else the cores
+do; what the codec then did end to end goes before it. Where the link limits, its rate says all.
 
 CC1: nothing is chosen that one side does not accept, or that would be slower than raw bytes by the figures at hand.
 CC2: what is lossy already is not made lossy again. CC3: every choice can say why (`explain`). CC4: a codec that did
@@ -101,17 +102,17 @@ def choose_codec(
     for cost in costs:
         if cost.codec not in allowed or cost.codec is Codec.NONE:
             continue
-        # What LZ4 leaves is a matter of the data at hand, so what it did with other data says nothing.
-        if cost.codec in achieved and not cost.codec.lossless:
-            rates[cost.codec], bounds[cost.codec] = achieved[cost.codec], "measured"
-            continue
         stages = {
             "encode and send": moving.threads / (1 / cost.encode_rate + cost.ratio / moving.send_rate),
             "link": link_rate / cost.ratio,
             "receive and decode": moving.threads / (cost.ratio / moving.receive_rate + 1 / cost.decode_rate),
         }
         slowest = min(stages, key=lambda name: stages[name])
-        rates[cost.codec], bounds[cost.codec] = stages[slowest], slowest
+        # What LZ4 leaves is a matter of the data at hand, so what it did with other data says nothing.
+        if slowest != "link" and cost.codec in achieved and not cost.codec.lossless:
+            rates[cost.codec], bounds[cost.codec] = achieved[cost.codec], "measured"
+        else:
+            rates[cost.codec], bounds[cost.codec] = stages[slowest], slowest
     best = max(rates, key=lambda codec: (rates[codec], codec.lossless))
     if rates[best] < GAIN_MIN * link_rate:
         best = Codec.NONE
