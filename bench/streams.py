@@ -1,13 +1,12 @@
 """Many answers at once through a whole cluster on this machine: real processes, the stub engine, real transfers.
 
-Every answer is held against the oracle, which depends on every byte of the KV that was moved. What the control path
-adds is the time to the first token less what the same prefill and first step take in one process; beside it, what
-vllm-router adds before workers that compute nothing and move nothing (`make bench-peers PEERS=vllm-router`).
+Every answer is held against the oracle, which depends on every byte of the KV that was moved. What is added to the
+first token of one stream is measured part by part (`stream_cases.added`), beside what vllm-router adds before workers
+that compute nothing and move nothing (`make bench-peers PEERS=vllm-router`).
 """
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,33 +15,16 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import harness
-from bench.stream_cases import router
+from bench.stream_cases import added, bare
 from bench.stream_cases.clients import Question, Tally, median, questions, resident_mib, stream_for
-from kv_core.block import Layout
 from kv_services.config import LimitsSection
-from kv_services.engine.load import STUB_GEOMETRY
-from kv_services.engine.paged_kv import BufferPagedKV
-from kv_services.engine.single import GenerationRequest, SingleProcess
-from kv_services.engine.stub import StubModel
-from tests.integration.helpers_integration import GEOMETRY, Fabric, running
+from tests.integration.helpers_integration import Fabric, running
 
 STREAMS = (1, 50, 200)
 PROMPT = 400
 SLOTS = 2048
 GROWTH_MIB = 32.0
 """What all processes together may grow by in the second half of the run with most streams."""
-
-
-def in_one_process(asked: Sequence[Question]) -> float:
-    """Milliseconds to the first token without any cluster: prefill and one step."""
-    arena = BufferPagedKV(bytearray(64 * GEOMETRY.block_nbytes), GEOMETRY, Layout.LAYER_FIRST, 64)
-    took: list[float] = []
-    for question in asked:
-        single = SingleProcess(StubModel(STUB_GEOMETRY), arena)
-        began_s = time.perf_counter()
-        single.generate([GenerationRequest(question.tokens, 1)])
-        took.append((time.perf_counter() - began_s) * 1e3)
-    return median(took)
 
 
 def cases_of(streams: int, tally: Tally, direct_ms: float, seconds: float) -> list[harness.Case]:
@@ -91,10 +73,9 @@ def growth_case(before: dict[str, float], after: dict[str, float], requests: int
 
 
 async def measure(report: harness.Report, seconds: float, asked: Sequence[Question]) -> None:
-    """Our cluster with each number of streams, then the router."""
+    """Two nodes of each role with each number of streams, then what is added to one."""
     limits = LimitsSection(request_timeout_s=120.0, gateway_queue=256, node_queue=256, max_batch=64)
-    direct_ms = in_one_process(asked[:50])
-    alone = Tally()
+    direct_ms = bare.alone(asked[:50])
     async with running(prefill=2, decode=2, slots=SLOTS, limits=limits) as fabric:
         await stream_for(fabric, asked, 8, min(2.0, seconds))
         for streams in STREAMS:
@@ -105,32 +86,10 @@ async def measure(report: harness.Report, seconds: float, asked: Sequence[Questi
             after = memory(fabric)
             for case in cases_of(streams, _joined(first, second), direct_ms, 2 * half_s):
                 report.add(case)
-            if streams == 1:
-                alone = _joined(first, second)
             if streams == max(STREAMS):
                 report.add(growth_case(between, after, second.right))
         await fabric.settle()
-    _add_router(report, alone.first(0.5) - direct_ms, await _through_router(asked) if router.installed() else None)
-
-
-def _add_router(report: harness.Report, added_ms: float, theirs: router.RouterTimes | None) -> None:
-    report.add(
-        harness.compare(
-            "1 stream: what gateway, control path and transfer add",
-            added_ms,
-            "ms",
-            reference="vllm-router, which moves no KV" if theirs else "",
-            reference_value=theirs.added_ms if theirs else 0.0,
-            better="lower",
-            ratio_need=0.5 if theirs else None,
-            note="" if theirs else "vllm-router is not installed: make bench-peers PEERS=vllm-router",
-        )
-    )
-
-
-async def _through_router(asked: Sequence[Question]) -> router.RouterTimes:
-    # As text, which is what its workers would be sent: as many characters as the prompts have tokens.
-    return await router.measure(["".join(chr(97 + token % 26) for token in q.tokens) for q in asked[:50]], 100)
+    await added.measure(report, min(seconds, 4.0), asked, SLOTS)
 
 
 def _joined(one: Tally, other: Tally) -> Tally:

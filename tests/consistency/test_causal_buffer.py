@@ -175,3 +175,16 @@ def test_a_retired_life_counts_as_applied_by_whatever_depends_on_it() -> None:
     assert not buffer.knows(life("a"))
     assert buffer.retire(NodeId("a"), Incarnation(2)) == ([], [])
     buffer.check()
+
+
+def test_a_retired_life_of_which_nothing_is_known_any_more_lets_go_of_what_waits_for_it() -> None:
+    """A life that is over is forgotten but for what waits for it; then everybody is found to have all of it."""
+    buffer = CausalBuffer()
+    buffer.offer(life("b"), (update(1, Dot(life("a"), 9)),))
+    buffer.forget_parked(life("a"))
+    assert not buffer.knows(life("a"))
+    gone, woken = buffer.retire(NodeId("a"), Incarnation(2))
+    assert gone == [life("a")]
+    assert dots_of(woken) == [Dot(life("b"), 1)]
+    assert buffer.applied(life("b")) == 1 and buffer.waits_for(life("b")) is None
+    buffer.check()

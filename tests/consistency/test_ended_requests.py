@@ -151,3 +151,22 @@ def test_a_late_write_to_a_request_whose_end_is_forgotten_is_lost() -> None:
     later = OwnerEpoch(3, life("b"))
     assert table.apply(Dot(life("b"), 2), 9, 0, EntryWritten(R, later, 0, 0), 0) is Outcome.WRITTEN
     table.check()
+
+
+def test_a_newcomer_does_not_write_to_a_request_that_ended_before_it_came() -> None:
+    """It is asked late, under an epoch of the past: what it took from its peers says nothing of the request."""
+    cluster = Cluster("a", "b")
+    own(cluster, R)
+    epoch = cluster.manager("a").entry(R).epoch
+    token = cluster.manager("a").token(R)
+    cluster.manager("a").end_request(R, at=cluster.at(node("a")))
+    cluster.drain("a")
+    cluster.settle(rounds=60)
+    cluster.start("n")
+    cluster.settle(rounds=10)
+    newcomer = cluster.manager("n")
+    newcomer._replica.require(token)
+    with pytest.raises(NotFoundError):
+        newcomer.register_update(R, 4, [node("n")], epoch=epoch, after=token, at=cluster.at(node("n")))
+    with pytest.raises(NotFoundError):
+        newcomer.verify_readable(R, 0, after=token, epoch=epoch)

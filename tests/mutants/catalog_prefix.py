@@ -10,6 +10,7 @@ _QUOTAS: Final = "tests/prefix/test_quotas.py"
 _SHARE: Final = "tests/services/test_tenant_share.py"
 _GROUPS: Final = "tests/prefix/test_groups.py"
 _MARKS: Final = "tests/prefix/test_watermarks.py"
+_FEED: Final = "tests/services/test_index_feed.py"
 _PICTURES: Final = "tests/prefix/test_pictures.py"
 
 PREFIX: Final = (
@@ -89,6 +90,13 @@ PREFIX: Final = (
         "if not self._filling or num_waiting:",
         "if not self._filling:",
         (_MARKS,),
+    ),
+    Mutant(
+        "index: what a snapshot tells is taken for a run",
+        "kv_services.replica.index_feed",
+        "consecutive = isinstance(positions, range)",
+        "consecutive = True",
+        (_FEED,),
     ),
     Mutant(
         "pictures: a reader's are not compared",

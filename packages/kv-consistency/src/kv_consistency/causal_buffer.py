@@ -200,7 +200,9 @@ class CausalBuffer:
         if below <= self._floors.get(node, 0):
             return [], []
         self._floors[node] = below
-        gone = [origin for origin in self.origins() if origin.node == node and origin.incarnation < below]
+        # Also what is only waited for: of a life that is over nothing need be known any more.
+        known = {*self.origins(), *self._blocked}
+        gone = sorted(origin for origin in known if origin.node == node and origin.incarnation < below)
         woken: list[Origin] = []
         for origin in gone:
             self._forget_parked(origin, limits.MAX_DOT)

@@ -245,7 +245,8 @@ def _have(replica: Replica, row: Row | None, request_id: RequestId, epoch: Owner
     owner = epoch.owner
     if owner is not None and replica.state.lives.is_over(owner):
         raise FencedError(request_id=request_id, epoch=str(epoch), current="the loss of its owner")
-    if row is None and replica.state.entries.forgotten(request_id):
+    if row is None and (_heard_of(replica, owner) or replica.state.entries.forgotten(request_id)):
+        # Its owner wrote first, and is followed here: the end is forgotten, perhaps by those whose state was taken.
         raise NotFoundError(request_id=request_id)
     if row is None or epoch > row.home.epoch:
         if row is None and replica.state.entries.full:
@@ -257,6 +258,11 @@ def _have(replica: Replica, row: Row | None, request_id: RequestId, epoch: Owner
     if row.ended:
         raise NotFoundError(request_id=request_id)
     return 0 if replica.state.purged(row.home.namespace, row.purges) else row.seq_len
+
+
+def _heard_of(replica: Replica, owner: Origin | None) -> bool:
+    """Whether anything that another node's life wrote is applied here."""
+    return owner is not None and owner != replica.origin and replica.state.buffer.applied(owner) > 0
 
 
 def _lost(replica: Replica, row: Row) -> bool:

@@ -259,7 +259,8 @@ class KvCacheConsistencyManager:
         Raises:
             ShrinkingUpdateError, SkippingUpdateError: it would lose or skip tokens; both name both lengths.
             FencedError: the request has a newer owner than `epoch`.
-            NotFoundError: the request has ended.
+            NotFoundError: the request has ended; also where `epoch` is of an owner that is followed here and nothing is
+                known of the request: wait for the owner's token before.
             StaleReplicaError: `after` is not applied here yet.
         """
         nodes = tuple(written_nodes)
