@@ -129,6 +129,22 @@ def compare(
     return Case(name, ours, unit, reference, reference_value, ratio, " and ".join(needs), ok, note)
 
 
+def compare_samples(
+    name: str, ours: Samples, theirs: Samples, unit: str, reference: str, ratio_need: float | None = None
+) -> Case:
+    """Judge the medians of interleaved rounds, by the ratio of the pairs (`paired_ratio`), where more is better."""
+    return compare(
+        name,
+        ours.median,
+        unit,
+        reference=reference,
+        reference_value=theirs.median,
+        ratio=paired_ratio(ours, theirs),
+        ratio_need=ratio_need,
+        note=f"spread {ours.spread:.0%}, {theirs.spread:.0%}",
+    )
+
+
 @dataclass(slots=True)
 class Report:
     """What one benchmark found."""

@@ -142,16 +142,7 @@ def copy_rate(source: memoryview, into: NDArray[np.uint8], pattern: Pattern, sec
 
 
 def _case(name: str, ours: harness.Samples, copy: harness.Samples, need: float | None) -> Outcome:
-    return harness.compare(
-        name,
-        ours.median,
-        "GB/s",
-        reference="memcpy, one thread",
-        reference_value=copy.median,
-        ratio=harness.paired_ratio(ours, copy),
-        ratio_need=need,
-        note=f"spread {ours.spread:.0%}, {copy.spread:.0%}",
-    )
+    return harness.compare_samples(name, ours, copy, "GB/s", "memcpy, one thread", need)
 
 
 def _bytes(answer: dict[str, object]) -> bytes:

@@ -50,20 +50,10 @@ def _measure(near: Near, effort: Effort) -> Iterator[Outcome]:
         },
         effort.rounds,
     )
-    ours = found["ours"]
     for name, one in straight.items():
         one.close()
-        reference = found[name]
-        yield harness.compare(
-            f"{NAME}_{name}",
-            ours.median,
-            "GB/s",
-            reference="ucp_put_nbx and flush through the binding",
-            reference_value=reference.median,
-            ratio=harness.paired_ratio(ours, reference),
-            ratio_need=RATIO_NEED,
-            note=f"spread {ours.spread:.0%}, {reference.spread:.0%}",
-        )
+        said = "ucp_put_nbx and flush through the binding"
+        yield harness.compare_samples(f"{NAME}_{name}", found["ours"], found[name], "GB/s", said, RATIO_NEED)
 
 
 class Straight:

@@ -34,17 +34,9 @@ def wire_cases(effort: Effort) -> Iterator[Outcome]:
                     effort.rounds,
                 )
                 for name in ("put", "get"):
-                    ours, reference = found[name], found[f"plain_{name}"]
-                    yield harness.compare(
-                        f"tcp_{name}_{pattern.name}",
-                        ours.median,
-                        "GB/s",
-                        reference="plain sockets, recv_into",
-                        reference_value=reference.median,
-                        ratio=harness.paired_ratio(ours, reference),
-                        ratio_need=RATIO_NEED if pattern is not places.SMALL_BLOCKS else None,
-                        note=f"spread {ours.spread:.0%}, {reference.spread:.0%}",
-                    )
+                    need = RATIO_NEED if pattern is not places.SMALL_BLOCKS else None
+                    ours, plain_ones, said = found[name], found[f"plain_{name}"], "plain sockets, recv_into"
+                    yield harness.compare_samples(f"tcp_{name}_{pattern.name}", ours, plain_ones, "GB/s", said, need)
 
 
 def plain_connection(host: str, port: int) -> socket.socket:

@@ -63,6 +63,19 @@ async def lives_again(fabric: Fabric, name: str, before: int) -> None:
     await until(served, lambda: f"{name} not among {seen}")
 
 
+async def under_way(fabric: Fabric, prompts: Sequence[tuple[int, ...]], count: int) -> list[asyncio.Task[Answer]]:
+    """Streams of these prompts, of which one at least has begun to answer."""
+    begun = asyncio.Event()
+
+    async def on_text(text: bytes) -> None:
+        if len(text) > 20:
+            begun.set()
+
+    asking = [asyncio.create_task(fabric.stream(one, count, on_text)) for one in prompts]
+    await begun.wait()
+    return asking
+
+
 async def test_a_killed_prefill_node_costs_its_requests_time_and_the_decode_nodes_nothing(fabric: Fabric) -> None:
     before = (await fabric.status("prefill-1")).incarnation
     decode = {name: (await fabric.status(name)).incarnation for name in ("decode-1", "decode-2")}
@@ -82,14 +95,7 @@ async def test_a_killed_prefill_node_costs_its_requests_time_and_the_decode_node
 async def test_a_stream_goes_on_at_another_node_with_no_token_lost_or_repeated(fabric: Fabric) -> None:
     count = 700
     prompts = [prompt(20 + seed, 50 + seed) for seed in range(4)]
-    under_way = asyncio.Event()
-
-    async def on_text(text: bytes) -> None:
-        if len(text) > 20:
-            under_way.set()
-
-    asking = [asyncio.ensure_future(fabric.stream(one, count, on_text)) for one in prompts]
-    await under_way.wait()
+    asking = await under_way(fabric, prompts, count)
     loads = {name: (await fabric.status(name)) for name in ("decode-1", "decode-2")}
     victim = max(loads, key=lambda name: loads[name].running)
     await fabric.cluster.kill(victim)
@@ -104,14 +110,7 @@ async def test_a_stream_goes_on_at_another_node_with_no_token_lost_or_repeated(f
 async def test_what_a_decode_node_says_after_it_was_held_for_dead_reaches_no_client(fabric: Fabric) -> None:
     count = 700
     prompts = [prompt(120 + seed, 50 + seed) for seed in range(4)]
-    under_way = asyncio.Event()
-
-    async def on_text(text: bytes) -> None:
-        if len(text) > 20:
-            under_way.set()
-
-    asking = [asyncio.ensure_future(fabric.stream(one, count, on_text)) for one in prompts]
-    await under_way.wait()
+    asking = await under_way(fabric, prompts, count)
     loads = {name: (await fabric.status(name)) for name in ("decode-1", "decode-2")}
     victim = max(loads, key=lambda name: loads[name].running)
     pid = fabric.cluster.pid(victim)

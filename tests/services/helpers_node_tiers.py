@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,15 @@ class Node:
         async with asyncio.timeout(20):
             while len(self.disk.queue) or self.disk.queue.in_flight:  # noqa: ASYNC110 - threads end it
                 await asyncio.sleep(0.005)
+
+    async def push_down(self, tokens: list[int], seeds: Iterable[int]) -> None:
+        """Compute a prompt, then others of 4 blocks until memory has none of it any more; all are written down."""
+        self.compute(tokens)
+        await self.at_rest()
+        for seed in seeds:
+            self.compute(prompt(seed, 4))
+            await self.at_rest()
+        assert self.in_memory(tokens) == 0
 
     async def promote(self, tokens: list[int]) -> int:
         return await self.tiers.promote(NS, token_bytes([*tokens, 0]), self.clock.monotonic_ns() + 10**10)

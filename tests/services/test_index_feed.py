@@ -28,7 +28,7 @@ def test_neighbours_in_a_snapshot_are_no_run_so_a_hole_between_them_is_seen() ->
     assert [match.num_blocks for match in index.lookup(PROMPT)] == [1]
 
 
-@pytest.mark.skipif(not COMPILED, reason="the plain table looks at every block")
+@pytest.mark.skipif(not COMPILED, reason="installed without a compiler: the plain table looks at every block")
 def test_a_claimed_run_is_one_stretch() -> None:
     index = told(PROMPT, range(3))
     # No prompt has these names; they show that the one between is not looked at.

@@ -32,12 +32,7 @@ async def test_what_ends_after_the_close_was_cut_short_finds_no_way_to_the_slots
 async def test_a_load_that_the_medium_holds_up_ends_with_the_node_and_gives_no_slot_back() -> None:
     node = Node()
     tokens = prompt(1, 4)
-    node.compute(tokens)
-    await node.at_rest()
-    for seed in range(2, 12):
-        node.compute(prompt(seed, 4))
-        await node.at_rest()
-    assert node.in_memory(tokens) == 0
+    await node.push_down(tokens, range(2, 12))
     node.medium.gate.clear()
     asked = asyncio.ensure_future(node.promote(tokens))
     while not node.disk._jobs:  # noqa: ASYNC110  # the promotion begins them, and tells nobody

@@ -43,12 +43,7 @@ async def node() -> AsyncIterator[Node]:
 async def evicted(node: Node) -> list[int]:
     """A prompt of 4 blocks that is on disk and no more in memory."""
     tokens = prompt(1, 4)
-    node.compute(tokens)
-    await node.at_rest()
-    for seed in range(2, 6):
-        node.compute(prompt(seed, 4))
-        await node.at_rest()
-    assert node.in_memory(tokens) == 0
+    await node.push_down(tokens, range(2, 6))
     return tokens
 
 
@@ -225,13 +220,9 @@ async def test_a_reader_s_lease_brings_a_prefix_up_by_its_name(node: Node) -> No
 
 async def test_a_prefix_longer_than_one_load_comes_up_whole_and_what_misses_a_block_does_not(node: Node) -> None:
     tokens = prompt(1, 10)
-    node.compute(tokens)
-    await node.at_rest()
-    for seed in range(2, 6):
-        node.compute(prompt(seed, 4))
-        await node.at_rest()
+    await node.push_down(tokens, range(2, 6))
     names = hash_tokens(NS, tokens)
-    assert node.in_memory(tokens) == 0 and len(await node.tiers.everything()) == 26
+    assert len(await node.tiers.everything()) == 26
     deadline_ns = node.clock.monotonic_ns() + 10**10
     before = node.medium.reads
     assert await node.tiers.bring_up(names, deadline_ns)
