@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_a_call_of_another_thread_ends_when_the_client_is_closed(tmp_path: Path)
     assert len(ended) == 1 and isinstance(ended[0], ClientError), ended
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts are raised, also where whoever started the tests (a shell, in the background) had them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_gives_back_what_it_took(tmp_path: Path) -> None:
     main = threading.main_thread().ident
     assert main is not None
