@@ -3,11 +3,14 @@
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.soak.run import Plan, soak
+
+MUST_BE_0 = ("wrong", "ended", "leaked", "leftovers")
 
 
 def main() -> int:
@@ -18,12 +21,28 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--pieces", action="store_true", help="requests that are larger than a node, of a tiny model")
+    parser.add_argument(
+        "--logs", type=Path, help="where the processes' logs go; those of a run that fails are kept anyway"
+    )
     args = parser.parse_args()
     plan = Plan(args.seed, args.minutes * 60, args.clients, args.prefill, args.decode, gap_s=2.0, pieces=args.pieces)
+    report: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="kv-soak-") as folder:
-        report = asyncio.run(soak(plan, Path(folder), lambda line: print(line, flush=True)))
+        try:
+            report = asyncio.run(soak(plan, Path(folder), lambda line: print(line, flush=True)))
+        finally:
+            good = bool(report) and not any(report[name] for name in MUST_BE_0) and bool(report["right"])
+            _keep_logs(Path(folder) / "logs", args.logs, good)
     print(json.dumps(report))
-    return 0 if not (report["wrong"] or report["leaked"] or report["leftovers"]) and report["right"] else 1
+    return 0 if good else 1
+
+
+def _keep_logs(written: Path, wanted: Path | None, good: bool) -> None:
+    """Copy the logs to where they are wanted, or, of a run that failed, to a folder that stays."""
+    if written.is_dir() and (wanted or not good):
+        kept = wanted or Path(tempfile.mkdtemp(prefix="kv-soak-logs-"))
+        shutil.copytree(written, kept, dirs_exist_ok=True)
+        print(f"the processes' logs are in {kept}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from kv_services.config_file import dump_config, load_config
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from kv_services.launch.group import service_command
 from tests.integration.helpers_integration import DEADLINE_S, Fabric
+from tests.soak.lives import Lives
 from tests.soak.proxy import Conditions, Proxy
 from tests.soak.questions import Questions
 
@@ -106,13 +108,15 @@ class SoakCluster:
     network: Network
     disks: Disks
     cluster: LocalCluster
+    lives: Lives
 
 
 @contextlib.asynccontextmanager
 async def soak_cluster(
     folder: Path, seed: int, prefill: int, decode: int, questions: Questions
 ) -> AsyncIterator[SoakCluster]:
-    """The cluster, all of its members knowing each other. On the way out its leftovers are in `cluster.leftovers`."""
+    """The cluster, all of its members knowing each other. On the way out its leftovers are in `cluster.leftovers`, and
+    what its processes wrote, until they were told to stop, is in `folder/logs`."""
     network, disks = Network(), Disks(folder / "disks")
     with PortReservation() as ports:
         config = local_config(
@@ -150,15 +154,22 @@ async def soak_cluster(
         try:
             for proxy in network.proxies:
                 await proxy.start()
-            cluster = LocalCluster(config, command=command)
+            lives = Lives()
+            cluster = LocalCluster(config, command=command, on_change=lives.changed)
             async with cluster:
+                lives.cluster = cluster
                 timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-                async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-                    fabric = Fabric(cluster, session)
-                    names = {node.id for node in config.nodes}
-                    for name in sorted(names):
-                        await fabric.all_alive(name, names - {name})
-                    yield SoakCluster(fabric, network, disks, cluster)
+                connector = aiohttp.TCPConnector(limit=0)
+                try:
+                    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+                        fabric = Fabric(cluster, session)
+                        names = {node.id for node in config.nodes}
+                        for name in sorted(names):
+                            await fabric.all_alive(name, names - {name})
+                        yield SoakCluster(fabric, network, disks, cluster, lives)
+                finally:
+                    lives.over()
+                    shutil.copytree(cluster.folder / "logs", folder / "logs", dirs_exist_ok=True)
         finally:
             environment.undo()
             for proxy in network.proxies:

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 from kv_core.clock import SystemClock
+from kv_services.launch.processes import ProcessState
 from tests.integration.helpers_integration import until
 from tests.soak.cluster import SoakCluster, soak_cluster
 from tests.soak.load import Load
@@ -38,7 +39,8 @@ class Plan:
 
 
 async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
-    """Run it; the report, whose `wrong`, `leaked` and `leftovers` must be 0."""
+    """Run it; the report, whose `wrong`, `ended`, `leaked` and `leftovers` must be 0. The processes' logs are left in
+    `folder/logs`, also when the run itself fails."""
     questions: Questions = StubQuestions(plan.count)
     if plan.pieces:
         questions = PiecesQuestions(folder / "model", plan.count)
@@ -55,15 +57,20 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
             say(f"{(clock.monotonic_ns() - began_ns) / 1e9:7.1f} s  {fault.kind} of {fault.victim}")
             done = await _inflict(it, fault, random)
             (applied if done else skipped)[fault.kind] += 1
+            for node in await it.lives.start_again():
+                say(f"started {node} again, which had ended by itself")
         left_s = plan.seconds - (clock.monotonic_ns() - began_ns) / 1e9
         await asyncio.sleep(max(plan.gap_s, left_s))
         tally = await load.stop()
+        await it.lives.start_again()
         leaked = await _peace(it, questions.question(999, 0))
         recoveries = _recoveries(it)
         flips = sum(conditions.flipped for conditions in it.network.data.values())
-        cluster = it.cluster
+        cluster, ended = it.cluster, it.lives.ended
     for one in tally.wrong[:5]:
         say(f"wrong: {one}")
+    for one in ended:
+        say(f"ended: {one}")
     for one in tally.told:
         say(f"failed: {one}")
     for one in leaked[:5]:
@@ -76,6 +83,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         "right": tally.right,
         "failed": dict(sorted(tally.failed.items())),
         "wrong": len(tally.wrong),
+        "ended": len(ended),
         "longest_stall_ms": round(tally.longest_stall_s * 1e3),
         "longest_request_ms": round(tally.longest_request_s * 1e3),
         "faults": dict(sorted(applied.items())),
@@ -91,15 +99,15 @@ async def _inflict(it: SoakCluster, fault: Fault, random: Random) -> bool:
     """One fault from its beginning to its end; False when this machine cannot do it."""
     victim, cluster = fault.victim, it.cluster
     match fault.kind:
-        case "kill":
-            await cluster.kill(victim)
+        case "kill" | "restart":
+            it.lives.struck.add(victim)
+            await (cluster.kill if fault.kind == "kill" else cluster.stop)(victim)
             await asyncio.sleep(fault.hold_s)
             await cluster.restart(victim)
-        case "restart":
-            await cluster.stop(victim)
-            await asyncio.sleep(fault.hold_s)
-            await cluster.restart(victim)
+            it.lives.struck.discard(victim)
         case "pause" | "freeze":
+            if cluster.state(victim) is ProcessState.EXITED:
+                return False  # it ended by itself since the last fault, which the report says
             pid = cluster.pid(victim)
             os.kill(pid, signal.SIGSTOP)
             try:

@@ -28,7 +28,7 @@ async def test_faults_of_every_kind_cost_time_and_never_a_wrong_token(tmp_path: 
     lines: list[str] = []
     report = await soak(Plan(seed=7, seconds=30.0, clients=3, gap_s=0.5), tmp_path, lines.append)
     told = "\n".join([*lines, str(report)])
-    assert report["wrong"] == report["leaked"] == report["leftovers"] == 0, told
+    assert report["wrong"] == report["ended"] == report["leaked"] == report["leftovers"] == 0, told
     assert isinstance(report["right"], int) and report["right"] > 20, told
     faults, skipped = report["faults"], report["skipped"]
     assert isinstance(faults, dict) and isinstance(skipped, dict)

@@ -116,6 +116,10 @@ class LocalCluster:
         """Where a node's present life stands."""
         return self._processes.process(node_id).state
 
+    def status(self, node_id: str) -> int | None:
+        """Exit status of a node's present life, minus the signal's number if one ended it; None while it runs."""
+        return self._processes.process(node_id).status
+
     def logs(self, node_id: str, lines: int | None = None) -> str:
         """What a node wrote in all its lives; of that at most the last 64 KiB when `lines` are asked for."""
         path = self._log_path(self.config.node(node_id).id)
