@@ -1,6 +1,7 @@
 """Supervision: order, restarts, giving up."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -298,6 +299,37 @@ def test_a_reference_to_an_actor_survives_its_restart() -> None:
         assert (await boss.stop()).clean
         with pytest.raises(LocalProtocolError):
             boss.ref("nobody", str)
+
+    run_virtual(main)
+
+
+def test_a_child_that_gives_up_while_another_starts_leaves_nobody_running() -> None:
+    async def main(clock: LoopClock) -> None:
+        shop = Workshop()
+
+        class Slow(Part):
+            async def start(self) -> None:
+                await super().start()
+                await asyncio.sleep(3)
+                self.log.append(f"started {self.name}")
+
+        never = RestartPolicy(failures_max=0)
+        specs = [
+            dataclasses.replace(shop.spec("a"), policy=never),
+            shop.spec("b", Slow),
+            shop.spec("c"),
+        ]
+        boss = Supervisor("boss", specs, clock)
+        starting = asyncio.ensure_future(boss.start())
+        await asyncio.sleep(1)
+        shop.break_down("a", ValueError("told that it is over"))
+        with pytest.raises(ChildGaveUp, match="told that it is over"):
+            await starting
+        assert shop.log == ["start a", "start b", "close a", "started b", "close b"]
+        assert shop.lives["b"][0].fate.done() and "c" not in shop.lives
+        with pytest.raises(ChildGaveUp):
+            await boss.run()
+        assert [child.state for child in boss.stats()] == [ChildState.STOPPED, ChildState.STOPPED, ChildState.NEW]
 
     run_virtual(main)
 

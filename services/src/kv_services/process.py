@@ -334,30 +334,62 @@ async def _live(config: ClusterConfig, node: NodeConfig, build: Build, stop: asy
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+
+    def ready() -> None:
+        base.ready = True
+        _log.info("ready node=%s role=%s incarnation=%d", node.id, node.role.value, base.incarnation)
+
+    def ending() -> None:
+        base.draining = True
+        base.cluster.state = "draining"
+
+    def is_over() -> bool:
+        return base.cluster.life_over is not None or base.replica.life_over
+
+    return await live_once(supervisor, stop, ready=ready, ending=ending, is_over=is_over)
+
+
+async def live_once(
+    supervisor: Supervisor,
+    stop: asyncio.Event,
+    *,
+    ready: Callable[[], None],
+    ending: Callable[[], None],
+    is_over: Callable[[], bool],
+) -> int | None:
+    """Start what is supervised and keep it until `stop` is set: the exit status, 0 when all ended cleanly.
+
+    None when a child gave up because the life is over, be it that others still started: all are stopped then, and the
+    next life finds ports, locks and memory free.
+
+    Raises:
+        ChildGaveUp: a child gave up for another reason.
+        KVError, OSError: what kept a child from starting.
+    """
+    loop = asyncio.get_running_loop()
     waiting = loop.create_task(stop.wait())
-    starting = loop.create_task(supervisor.start())
-    await asyncio.wait((waiting, starting), return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await supervisor.stop()
-        return 0
-    starting.result()
-    base.ready = True
-    _log.info("ready node=%s role=%s incarnation=%d", node.id, node.role.value, base.incarnation)
-    running = loop.create_task(supervisor.run())
-    await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
-    base.draining = True
-    base.cluster.state = "draining"
-    waiting.cancel()
-    report = await supervisor.stop()
-    await asyncio.gather(waiting, return_exceptions=True)
     try:
+        starting = loop.create_task(supervisor.start())
+        await asyncio.wait((waiting, starting), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await supervisor.stop()
+            return 0
+        starting.result()
+        ready()
+        running = loop.create_task(supervisor.run())
+        await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
+        ending()
+        report = await supervisor.stop()
         await running
     except ChildGaveUp:
-        if base.cluster.life_over is None and not base.replica.life_over:
+        if not is_over():
             raise
         return None
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
     return 0 if report.clean else 1
 
 

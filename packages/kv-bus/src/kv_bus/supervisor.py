@@ -9,6 +9,7 @@ V4: more than `failures_max` failures within `within_ns` are the end of trying. 
     `GiveUp`: stop everything and raise `ChildGaveUp` from `run()`, or leave this child down and say so.
 V5: every failure is reported: logged with its traceback, counted, and handed to `on_failure`.
 V6: a child that returns unasked has failed (`ChildEnded`).
+V7: whoever stops waits for the child that is just starting, and no other is begun after it: none is left running.
 """
 
 import asyncio
@@ -233,6 +234,7 @@ class Supervisor:
     _stopping: bool = field(init=False, default=False)
     _stop_task: asyncio.Task[StopReport] | None = field(init=False, default=None)
     _gave_up: ChildGaveUp | None = field(init=False, default=None)
+    _beginning: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._kept = {spec.name: _Kept(spec, RestartJudge(spec.policy)) for spec in self.specs}
@@ -240,14 +242,26 @@ class Supervisor:
             raise LocalProtocolError(detail=f"supervisor {self.name}: two children share a name")
 
     async def start(self) -> None:
-        """Start every child in order. If one cannot start, those before it are stopped and its error is raised (V2)."""
+        """Start every child in order. If one cannot start, those before it are stopped and its error is raised (V2).
+
+        Raises:
+            ChildGaveUp: one that had started could not be kept running while others still started; all are stopped.
+        """
         for kept in self._kept.values():
             try:
-                await self._begin_life(kept)
+                async with self._beginning:
+                    if self._stopping:
+                        break
+                    await self._begin_life(kept)
+                    keeping = self._keep(kept)
+                    kept.keeper = asyncio.get_running_loop().create_task(keeping, name=f"keep:{kept.spec.name}")
             except BaseException:
                 await self.stop()
                 raise
-            kept.keeper = asyncio.get_running_loop().create_task(self._keep(kept), name=f"keep:{kept.spec.name}")
+        if self._stopping:
+            await self.stop()
+            if self._gave_up is not None:
+                raise self._gave_up
 
     async def run(self) -> None:
         """Return after `stop()`; raise `ChildGaveUp` when a child that stops all could not be kept running (V4)."""
@@ -384,6 +398,8 @@ class Supervisor:
 
     async def _stop_all(self) -> StopReport:
         outcomes = []
+        async with self._beginning:
+            pass  # the child that was just starting has started, or could not (V7)
         for kept in reversed(self._kept.values()):
             if kept.state is ChildState.NEW:
                 continue

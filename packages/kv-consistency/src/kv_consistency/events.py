@@ -182,7 +182,10 @@ class ClockBoundPersisted:
 
 @dataclass(frozen=True, slots=True)
 class ClockAccepted:
-    """A person or a time service confirmed that the wall clock is right after a jump."""
+    """A person or a time service confirmed that the wall clock is right after a jump.
+
+    Where replicas hear of each other, their votes say so by themselves (`peer_clocks`); this is for who knows better.
+    """
 
     at: Instant
 
