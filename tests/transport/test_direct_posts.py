@@ -230,6 +230,8 @@ async def test_a_link_that_breaks_before_the_answer_is_followed_by_the_next_tran
         it.link.fail(LOST)
         stats = await it.put.done(20_000)
         assert stats.transports == {"tcp": NBYTES} and stats.retries == 1 and it.arrived()
+        # It was announced before the link broke, and is not announced again.
+        assert it.notified() == 1
         assert it.left.agent.stats().peers[0].transports == ("tcp",)
         assert it.left.agent.inventory().work == ()
 

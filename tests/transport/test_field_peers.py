@@ -73,13 +73,13 @@ async def test_nonces_are_remembered_for_each_life_of_each_peer(tmp_path: Path) 
             async with node("prefill", settings, incarnation=incarnation) as sender:
                 introduce(sender, receiver)
                 assert await push(sender, receiver, incarnation)
-                window = receiver.agent.ledger._window(PeerName(NodeId("prefill"), Incarnation(incarnation)))
+                window = receiver.agent.ledger._history(PeerName(NodeId("prefill"), Incarnation(incarnation))).nonces
                 for used in range(2, 2 + SMALL.num_layers):  # the first number told this opening from later ones
                     with pytest.raises(ReplayedNonce):
                         window.use(used)
         introduce(other, receiver)
         assert await push(other, receiver, 3)
-        assert set(receiver.agent.ledger._replay) == {
+        assert set(receiver.agent.ledger._histories) == {
             PeerName(NodeId("prefill"), Incarnation(2)),
             PeerName(NodeId("other"), Incarnation(1)),
         }

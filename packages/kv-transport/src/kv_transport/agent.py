@@ -7,6 +7,7 @@ The agent owns every region, session, grant, lease and transfer of its process a
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import socket
@@ -85,6 +86,7 @@ class TransferAgent:
         self._notified: asyncio.Future[None] | None = None
         self._serial = 0
         self._nonce = 0
+        self._puts = itertools.count(1)
         self._started = self._closed = False
         self._totals = Totals()
         self.on_recovery: Callable[[TransferTask, RecoveryAction, KVError], None] = lambda task, action, error: None
@@ -300,6 +302,7 @@ class TransferAgent:
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
         units = xfer.units(self.regions, self.config.unit_bytes)
+        units[-1].put = next(self._puts)
         if len(units) == 1:
             direct = self._post_direct(peer, xfer, units[0])
             if direct is not None:

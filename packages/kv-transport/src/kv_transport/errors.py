@@ -207,3 +207,10 @@ class LandingFull(TransportError, RetryableError):
 
     code = 3028
     template = "{need} landing slots are needed, {free} are free"
+
+
+class ForgottenPut(TransportError):
+    """An attempt at a put so old that nobody knows any more whether its notification was given out. It is not."""
+
+    code = 3029
+    template = "put {put} of {peer} is older than the puts that are remembered (newest {newest})"

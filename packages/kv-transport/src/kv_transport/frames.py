@@ -33,6 +33,7 @@ class UnitHead(_Frame, frozen=True):
         header: packed `KVCacheTransferHeader` (writes).
         notif: bytes for the owner's `notifs()` once the unit is verified.
         codec: how the payload is written, or is to be written; empty for raw bytes.
+        put: with a notification: the number of the put, the same for all attempts at it, growing from 1.
     """
 
     ticket: int
@@ -45,6 +46,7 @@ class UnitHead(_Frame, frozen=True):
     header: bytes = b""
     notif: bytes = b""
     codec: str = ""
+    put: int = 0
 
 
 class Open(_Frame, frozen=True, tag=1):

@@ -38,7 +38,7 @@ from kv_transport.ledger_items import DoneGrant, GrantEntry, Landing, Session
 from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
-from kv_transport.replay import ReplayWindow
+from kv_transport.replay import PeerHistory
 from kv_transport.ticket_checks import check_plain_unit, codec_of, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
@@ -56,7 +56,7 @@ class Ledger:
         self._lock = threading.RLock()
         self._grants: dict[int, GrantEntry] = {}
         self._done: OrderedDict[int, DoneGrant] = OrderedDict()
-        self._replay: OrderedDict[PeerName, ReplayWindow] = OrderedDict()
+        self._histories: dict[PeerName, PeerHistory] = {}
         self._quarantined: dict[int, GrantEntry] = {}
         self._received: dict[str, int] = {}
         self.quarantine_max = limits.QUARANTINE_SLOTS_MAX
@@ -255,12 +255,15 @@ class Ledger:
         """A unit is about to land (or, one-sided, has been placed). End it with `land` or `abort`.
 
         Raises:
-            GrantRefused, StaleGeneration, ReplayedNonce, FrameRefused, UnknownRegion, InvalidDescriptor.
+            GrantRefused, StaleGeneration, ReplayedNonce, ForgottenPut, FrameRefused, UnknownRegion, InvalidDescriptor.
         """
         nonce, checksum = read_stamps(head.header)
         try:
             with self._lock:
-                self._window(session.peer).use(nonce)
+                history = self._history(session.peer)
+                history.nonces.use(nonce)
+                if head.notif:
+                    history.puts.require(head.put)
                 if head.ticket:
                     return self._admit_granted(session, head, checksum)
             region, codec, offsets, sizes, expected = check_plain_unit(self._regions, session, head, checksum)
@@ -282,12 +285,12 @@ class Ledger:
         nonce, checksum = read_stamps(head.header)
         try:
             with self._lock:
-                self._window(session.peer).use(nonce)
+                self._history(session.peer).nonces.use(nonce)
             check_plain_unit(self._regions, session, head, checksum)
+            self._tell(session, head)
         except KVError:
             self.refusals += 1
             raise
-        self._tell(session, head)
 
     def _admit_granted(self, session: Session, head: UnitHead, checksum: int) -> Landing:
         entry = self._grants.get(head.ticket)
@@ -351,8 +354,14 @@ class Ledger:
         self._tell(landing.session, head)
 
     def _tell(self, session: Session, head: UnitHead) -> None:
-        """What a unit brought beside its bytes, which are verified."""
-        if head.notif:
+        """What a unit brought beside its bytes, which are verified; once, however often they are put. Raises
+        `ForgottenPut`.
+        """
+        if not head.notif:
+            return
+        with self._lock:
+            fresh = self._history(session.peer).puts.announce(head.put)
+        if fresh:
             self._poster.run(partial(self._on_notif, session.peer.node, head.notif))
 
     def _land_granted(self, landing: Landing, entry: GrantEntry, stored: list[int], wire_nbytes: int | None) -> None:
@@ -411,15 +420,15 @@ class Ledger:
         if landing.entry is None:
             self._regions.unuse(landing.region)
 
-    def _window(self, peer: PeerName) -> ReplayWindow:
-        window = self._replay.get(peer)
-        if window is None:
-            window = self._replay[peer] = ReplayWindow(str(peer))
+    def _history(self, peer: PeerName) -> PeerHistory:
+        history = self._histories.get(peer)
+        if history is None:
+            history = self._histories[peer] = PeerHistory(str(peer))
             # Earlier lives of a node cannot come back: their sessions are refused at the handshake.
-            for other in [name for name in self._replay if name.node == peer.node and name != peer]:
+            for other in [name for name in self._histories if name.node == peer.node and name != peer]:
                 if other.incarnation < peer.incarnation:
-                    del self._replay[other]
-        return window
+                    del self._histories[other]
+        return history
 
     def may_map(self, session: Session, region: int, ticket: int, *, write: bool) -> bool:
         """Whether a peer may map a region; the answer is whether it gets a writable descriptor.

@@ -52,6 +52,9 @@ PEERS_MAX: Final = 1024
 REPLAY_WINDOW: Final = 1024
 """Nonces below the newest one that are still told apart: far more than can be reordered by several streams."""
 
+PUT_WINDOW: Final = 16 * 1024
+"""Puts below the newest one of a peer of which it is known whether their notification was given out: 16 KiB a peer."""
+
 QUARANTINE_SLOTS_MAX: Final = 1024
 """Slots that wait for a fence, per peer, before that peer is offered tcp only."""
 

@@ -31,7 +31,7 @@ class Unit:
         ticket: the grant or lease that allows it; None for an open region.
         layer, start, end: positions of the ticket.
         arena, slots: our side when it is an arena: where checksums are read (WRITE) or stored (READ).
-        notif: sent with the last byte (writes).
+        notif, put: sent with the last byte (writes), and by what number the peer tells attempts at it from another put.
         codec: how its payload is to be written by a transport that encodes; `codec_required`: that, or an error.
         sent_codec, wire_nbytes, lz4_ratio: what became of the latest attempt.
         far_checks: after a write through a lossy codec, the CRC-64 of each cell as the peer has it; else empty.
@@ -49,6 +49,7 @@ class Unit:
     arena: Arena | None = None
     slots: IntArray | None = None
     notif: bytes = b""
+    put: int = 0
     codec: Codec = Codec.NONE
     codec_required: bool = False
     sent_codec: Codec = Codec.NONE
@@ -125,6 +126,7 @@ class Unit:
             header.attempt(nonce, checksum),
             self.notif,
             codec_name(codec),
+            self.put,
         )
 
 
