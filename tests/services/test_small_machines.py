@@ -3,7 +3,9 @@
 import asyncio
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.testing import ManualClock
 from kv_prefix.prefix_index import Holder, HolderMatch, PrefixIndex
-from kv_services.life import LifeFile, LifeFileError
+from kv_services.life import LifeFile, LifeFileError, OneLife, SystemDisk
 from kv_services.metrics import Metrics
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import PullPlan
@@ -72,24 +74,70 @@ def test_a_fetch_that_costs_more_than_computing_is_not_made() -> None:
     assert plan_pull([holder(A, 8)], [A], HASHES, 0, cost) is None
 
 
+def next_life(folder: Path, clock: ManualClock, node: str = "n") -> OneLife:
+    """A life of the next process of that node."""
+    disk = SystemDisk()
+    life = LifeFile(folder, node, disk).begin(clock)
+    disk.release()
+    return life
+
+
 def test_each_life_has_a_higher_incarnation_whatever_the_wall_says(tmp_path: Path) -> None:
     clock = ManualClock(wall_ns=5_000_000_000)
     seen = []
     for step_ns in (0, -4_000_000_000, 3_000_000_000):
         clock.step_wall(step_ns)
-        seen.append(LifeFile(tmp_path, "n").begin(clock).incarnation)
+        seen.append(next_life(tmp_path, clock).incarnation)
     assert seen == sorted(set(seen))
-    other = LifeFile(tmp_path, "other").begin(clock).incarnation
+    other = next_life(tmp_path, clock, "other").incarnation
     assert other == clock.wall_ns() // 1_000_000_000
 
 
 def test_the_clock_bound_survives_and_never_falls(tmp_path: Path) -> None:
     clock = ManualClock(wall_ns=1)
-    life = LifeFile(tmp_path, "n")
-    life.begin(clock)
+    life = next_life(tmp_path, clock)
     life.keep_clock_bound(50)
     life.keep_clock_bound(20)
-    assert LifeFile(tmp_path, "n").begin(clock).clock_bound_ns == 50
+    assert next_life(tmp_path, clock).clock_bound_ns == 50
+
+
+def test_a_node_runs_in_one_process_at_a_time(tmp_path: Path) -> None:
+    clock, disk = ManualClock(wall_ns=5_000_000_000), SystemDisk()
+    first = LifeFile(tmp_path, "n", disk).begin(clock)
+    with pytest.raises(LifeFileError, match=r"n\.life\.json: another process runs this node"):
+        LifeFile(tmp_path, "n").begin(clock)
+    disk.release()
+    assert next_life(tmp_path, clock).incarnation == first.incarnation + 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), max_size=20))
+def test_what_a_former_life_writes_late_changes_nothing(writes: list[tuple[int, int]]) -> None:
+    with TemporaryDirectory() as folder:
+        clock, disk = ManualClock(wall_ns=5_000_000_000), SystemDisk()
+        file = LifeFile(Path(folder), "n", disk)
+        lives = [file.begin(clock)]
+        bound_ns = 0
+        for life, at_ns in writes:
+            if life >= len(lives):
+                lives.append(file.begin(clock))
+            lives[min(life, len(lives) - 1)].keep_clock_bound(at_ns)
+            if life >= len(lives) - 1:
+                bound_ns = max(bound_ns, at_ns)
+        disk.release()
+        after = next_life(Path(folder), clock)
+        assert after.incarnation == lives[-1].incarnation + 1
+        assert after.clock_bound_ns == bound_ns
+
+
+def test_threads_of_two_lives_may_write_at_once(tmp_path: Path) -> None:
+    clock, file = ManualClock(wall_ns=5_000_000_000), LifeFile(tmp_path, "n")
+    with ThreadPoolExecutor(2) as threads:
+        lives = [file.begin(clock)]
+        for bound_ns in range(1, 100):
+            late = threads.submit(lives[-1].keep_clock_bound, bound_ns)
+            lives.append(file.begin(clock))
+            late.result()
+    assert [life.incarnation for life in lives] == [5 + number for number in range(100)]
 
 
 def test_a_life_file_is_durable_by_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +168,7 @@ def test_a_damaged_life_file_says_which_and_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bit", range(0, 8 * 80, 11))
 def test_no_flipped_bit_of_a_life_file_is_taken_for_another_life(tmp_path: Path, bit: int) -> None:
     clock = ManualClock(wall_ns=8_000_000_000)
-    life = LifeFile(tmp_path, "n")
-    life.begin(clock)
+    life = next_life(tmp_path, clock)
     life.keep_clock_bound(9_876_543_210)
     path = tmp_path / "n.life.json"
     data = bytearray(path.read_bytes())
@@ -132,8 +179,8 @@ def test_no_flipped_bit_of_a_life_file_is_taken_for_another_life(tmp_path: Path,
 
 
 def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher_one(tmp_path: Path) -> None:
-    clock, life = ManualClock(), LifeFile(tmp_path, "n")
-    life.begin(clock)
+    clock = ManualClock()
+    life = next_life(tmp_path, clock)
     manager = KvCacheConsistencyManager(NodeId("n"), Incarnation(1), ReplicaConfig(clock_horizon_ns=1_000_000_000))
     replica = ReplicaService(manager, clock, PrefixIndex(), life, Metrics("n", "decode"))
     replica.prime()
@@ -145,7 +192,7 @@ def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher
     stamp = stamper.tick()
     assert stamp.wall_ns > first.wall_ns
     # What was stamped lies below what is on disk: the next life begins above it.
-    assert LifeFile(tmp_path, "n").begin(clock).clock_bound_ns > stamp.wall_ns
+    assert next_life(tmp_path, clock).clock_bound_ns > stamp.wall_ns
     clock.advance(10_000_000_000)
     stamper.merge(Stamp(clock.wall_ns(), 7, NodeId("peer")))
     assert manager.clock.wall_ns >= clock.wall_ns()
@@ -154,8 +201,8 @@ def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher
 def test_a_jump_of_the_wall_is_neither_stamped_nor_merged_but_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, life = ManualClock(wall_ns=100_000_000_000), LifeFile(tmp_path, "n")
-    life.begin(clock)
+    clock = ManualClock(wall_ns=100_000_000_000)
+    life = next_life(tmp_path, clock)
     manager = KvCacheConsistencyManager(NodeId("n"))
     replica = ReplicaService(manager, clock, PrefixIndex(), life, Metrics("n", "decode"))
     replica.prime()

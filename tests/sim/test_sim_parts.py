@@ -70,8 +70,8 @@ def test_a_run_that_fails_while_a_node_stands_still_ends() -> None:
 def test_what_a_node_writes_after_its_crash_never_happened_and_a_full_disk_refuses() -> None:
     disk, clock = SimDisk(Random(1), Path("tier")), ManualClock(wall_ns=5_000_000_000)
     mount = disk.mount()
-    life = LifeFile(Path("lives"), "n", mount)
-    first = life.begin(clock).incarnation
+    life = LifeFile(Path("lives"), "n", mount).begin(clock)
+    first = life.incarnation
     mount.crash()
     life.keep_clock_bound(99)
     assert LifeFile(Path("lives"), "n", disk.mount()).begin(clock).clock_bound_ns == 0
@@ -86,8 +86,7 @@ def test_what_a_node_writes_after_its_crash_never_happened_and_a_full_disk_refus
 def test_a_damaged_life_is_told_from_a_whole_one(fault: str) -> None:
     for seed in range(40):
         disk, clock = SimDisk(Random(seed), Path("tier")), ManualClock(wall_ns=5_000_000_000)
-        life = LifeFile(Path("lives"), "n", disk.mount())
-        life.begin(clock)
+        life = LifeFile(Path("lives"), "n", disk.mount()).begin(clock)
         life.keep_clock_bound(77)
         if fault == "short read":
             disk.short_reads = 1

@@ -65,7 +65,6 @@ class Base:
     config: ClusterConfig
     node: NodeConfig
     clock: Clock
-    life: LifeFile
     incarnation: Incarnation
     bus: Bus
     cluster: ClusterView
@@ -206,8 +205,8 @@ def keep(name: str, child: Child, *, drain_ns: int = 0) -> ChildSpec:
     return ChildSpec(name, lambda: child, policy=RestartPolicy(failures_max=0), drain_timeout_ns=drain_ns)
 
 
-def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
-    """Make the parts of one process; nothing is started.
+def build_base(config: ClusterConfig, node: NodeConfig, life: LifeFile) -> Base:
+    """Make the parts of one life of a process; nothing is started.
 
     Raises:
         KVError: a key, a life file or an address is not as it must be.
@@ -225,13 +224,12 @@ def build_base(config: ClusterConfig, node: NodeConfig) -> Base:
         )
         return ZmqBus(config_of_bus, registry, stamper=stamper, clock=clock)
 
-    lives = config.state_path / "lives"
-    purges = PurgeFile(lives, node.id).load()
+    purges = PurgeFile(config.state_path / "lives", node.id).load()
 
     def make_manager(node_id: NodeId, incarnation: Incarnation, settings: ReplicaConfig) -> KvCacheConsistencyManager:
         return KvCacheConsistencyManager(node_id, incarnation, dataclasses.replace(settings, raises=purges))
 
-    base = assemble_base(config, node, clock, LifeFile(lives, node.id), make_bus, make_manager)
+    base = assemble_base(config, node, clock, life, make_bus, make_manager)
     if config.cluster.discovery == "etcd":
         discovery = EtcdDiscovery(config, node, base.incarnation, base.bus, base.cluster)
         base.discovery = discovery
@@ -253,13 +251,13 @@ def assemble_base(
     Raises:
         KVError: as `build_base`.
     """
-    before = life.begin(clock)
-    incarnation = Incarnation(before.incarnation)
+    this_life = life.begin(clock)
+    incarnation = this_life.incarnation
     metrics = Metrics(node.id, node.role.value)
     index = PrefixIndex()
-    settings = ReplicaConfig(clock_floor_ns=before.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
+    settings = ReplicaConfig(clock_floor_ns=this_life.clock_bound_ns, clock_horizon_ns=CLOCK_HORIZON_NS)
     manager = make_manager(node.node_id, incarnation, settings)
-    replica = ReplicaService(manager, clock, index, life, metrics, offload=offload)
+    replica = ReplicaService(manager, clock, index, this_life, metrics, offload=offload)
     replica.prime()
     bus = make_bus(
         incarnation,
@@ -279,7 +277,6 @@ def assemble_base(
         config=config,
         node=node,
         clock=clock,
-        life=life,
         incarnation=incarnation,
         bus=bus,
         cluster=cluster,
@@ -288,7 +285,7 @@ def assemble_base(
         metrics=metrics,
         lag=LoopLagProbe(clock),
         started_ns=clock.monotonic_ns(),
-        clock_floor_ns=before.clock_bound_ns,
+        clock_floor_ns=this_life.clock_bound_ns,
     )
     return base
 
@@ -303,9 +300,10 @@ Live = Callable[[asyncio.Event], Awaitable[int | None]]
 def run(config: ClusterConfig, node: NodeConfig, build: Build) -> int:
     """Run one process until it is told to stop; its exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    life = LifeFile(config.state_path / "lives", node.id)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(live_on(node.id, lambda stop: _live(config, node, build, stop)))
+            return runner.run(live_on(node.id, lambda stop: _live(config, node, life, build, stop)))
     except (KeyFileError, AllowListError) as error:
         _log.error("%s cannot run: %s (kvctl keys init FILE makes what is missing)", node.id, error)
     except KVError as error:
@@ -324,9 +322,11 @@ async def live_on(name: str, live: Live) -> int:
     return status
 
 
-async def _live(config: ClusterConfig, node: NodeConfig, build: Build, stop: asyncio.Event) -> int | None:
+async def _live(
+    config: ClusterConfig, node: NodeConfig, life: LifeFile, build: Build, stop: asyncio.Event
+) -> int | None:
     """One life: its exit status, or None when the cluster declared it over. Signals set `stop` from its start on."""
-    base = build_base(config, node)
+    base = build_base(config, node, life)
     await wait_out(base.clock_floor_ns, base.clock)
     if stop.is_set():
         return 0

@@ -128,6 +128,9 @@ class Mount:
         for end in self._ends:
             end()
 
+    def hold(self, path: Path) -> None:
+        """A simulated node has one process at a time."""
+
     def read(self, path: Path, nbytes_max: int) -> bytes:
         return self._disk.read(path)[:nbytes_max]
 
