@@ -24,6 +24,7 @@ from kv_services.gateway.completer import (
     Token,
     Usage,
 )
+from kv_services.gateway.errors import InvalidRequestError
 from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.stream import TokenStream
@@ -206,7 +207,12 @@ async def serving(
         body_timeout_s=body_timeout_s,
     )
     hooks = FrontHooks(
-        metrics=lambda: b"kv_up 1\n", status=lambda: b'{"nodes":[]}', unready=unready, observe=records.append
+        metrics=lambda: b"kv_up 1\n",
+        status=lambda: b'{"nodes":[]}',
+        unready=unready,
+        observe=records.append,
+        lookup=lambda body: b'{"holders":[],"nodes":%d}' % len(body),
+        explain=_explained,
     )
     shown = model or served()
     front = HttpFront(
@@ -221,6 +227,12 @@ async def serving(
     )
     async with front:
         yield Served(front, completer, records)
+
+
+async def _explained(body: bytes) -> bytes:
+    if not json.loads(body):
+        raise InvalidRequestError(param="", detail="no prompt")
+    return b'{"engines":{},"nodes":%d}' % len(body)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -12,7 +12,16 @@ from tests.gateway.helpers_http import Served, say, serving
 
 KEY_A, KEY_B, KEY_OPS = "a" * 20, "b" * 20, "o" * 20
 BODY = {"model": "m", "prompt": "x"}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/m", "/metrics", "/status"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/models/m",
+    "/metrics",
+    "/status",
+    "/prefix/lookup",
+    "/prefix/explain",
+]
 
 
 @dataclass
@@ -77,6 +86,19 @@ async def test_what_tells_of_all_tenants_is_for_operators() -> None:
             assert await get(served, path, None) == 401
         assert await get(served, "/v1/models", KEY_A) == 200
         assert await get(served, "/v1/models", KEY_OPS) == 401
+
+
+async def test_who_holds_what_of_a_prompt_is_told_to_operators_only() -> None:
+    async with serving(keys=keys()) as served:
+        for path, told in (("/prefix/lookup", "holders"), ("/prefix/explain", "engines")):
+            for key, status in ((KEY_OPS, 200), (KEY_A, 403), ("", 401)):
+                found, _, raw = await served.call(path, {"tokens": [1]}, headers={"Authorization": f"Bearer {key}"})
+                assert found == status and (b"nodes" in raw) == (status == 200)
+            status, _, raw = await served.call(path, {"tokens": [1]}, headers={"Authorization": f"Bearer {KEY_OPS}"})
+            assert told in json.loads(raw)
+            assert await get(served, path, KEY_OPS) == 405
+        status, _, raw = await served.call("/prefix/explain", {}, headers={"Authorization": f"Bearer {KEY_OPS}"})
+        assert (status, json.loads(raw)["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_an_operators_key_is_asked_for_without_tenants_too() -> None:

@@ -31,6 +31,12 @@ http_port = 20012
 data_port = 20013
 slots = 64
 """
+ENGINE = """
+[[kv_events.follow]]
+name = "vllm-1"
+events = "tcp://127.0.0.1:5557"
+replay = "tcp://127.0.0.1:5558"
+"""
 TENANT = """
 [[tenant]]
 id = "acme"
@@ -84,6 +90,13 @@ WRONG = [
     ("prompt over context", "[model]\nmax_context = 100" + GATEWAY, "$.limits.max_prompt_tokens", "max_context (100)"),
     ("tenant twice", TENANT + TENANT.replace("0123", "9876") + GATEWAY, "$.tenant[1].id", "is also $.tenant[0].id"),
     ("key twice", TENANT + TENANT.replace("acme", "b") + GATEWAY, "$.tenant[1].api_keys[0]", "$.tenant[0].api_keys[0]"),
+    (
+        "engine under a node's id",
+        ENGINE.replace("vllm-1", "decode-1") + DECODE,
+        "$.kv_events.follow[0].name",
+        "'decode-1' is a node's id",
+    ),
+    ("engines of one name", ENGINE + ENGINE + GATEWAY, "$.kv_events.follow[1].name", "that of $.kv_events.follow[0]"),
     ("no TOML", "x = [", "$", "expected TOML"),
 ]
 

@@ -20,8 +20,8 @@ from kv_prefix.prefix_index import PrefixIndex
 from kv_services.metrics import Metrics
 from kv_services.node.client_desk import ClientDesk, _Put
 from kv_services.node.context import NodeContext
-from kv_services.node.prefix_desk import PastRequests
 from kv_services.node.store import LeaseDesk
+from kv_services.past_requests import PastRequests
 from kv_services.replica import service
 from kv_services.replica.service import ReplicaService
 from kv_transport.errors import InvalidDescriptor

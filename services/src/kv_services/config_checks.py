@@ -166,7 +166,15 @@ def _event_faults(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     for index, name in enumerate(config.kv_events.tenants):
         if name not in known:
             yield f"$.kv_events.tenants[{index}]", f"expected one of {', '.join(known)}, got {name!r}"
+    names = [engine.name for engine in config.kv_events.follow]
+    ids = {node.id for node in config.nodes}
     for index, engine in enumerate(config.kv_events.follow):
+        # An index knows a holder by its name: under one name two would be one.
+        if names.index(engine.name) != index:
+            other = f"$.kv_events.follow[{names.index(engine.name)}]"
+            yield f"$.kv_events.follow[{index}].name", f"expected a name of its own, {engine.name!r} is that of {other}"
+        if engine.name in ids:
+            yield f"$.kv_events.follow[{index}].name", f"expected a name of its own, {engine.name!r} is a node's id"
         if (engine.tenant or "default") not in known:
             yield f"$.kv_events.follow[{index}].tenant", f"expected one of {', '.join(known)}"
     for index, node in enumerate(config.nodes):

@@ -67,6 +67,7 @@ class FrontHooks:
         unready: why this gateway cannot serve now, for /healthz; "" if it can.
         observe: told of every completion request when it is over, refused ones too.
         lookup: answers operators' /prefix/lookup; raises what the client did wrong.
+        explain: answers operators' /prefix/explain likewise, with pauses.
     """
 
     metrics: Callable[[], bytes]
@@ -74,6 +75,7 @@ class FrontHooks:
     unready: Callable[[], str] = _always_ready
     observe: Callable[[RequestRecord], None] = _nobody
     lookup: Callable[[bytes], bytes] | None = None
+    explain: Callable[[bytes], Awaitable[bytes]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class HttpFront:
         self._add(app, "GET", "/status", self._status)
         if self._hooks.lookup is not None:
             self._add(app, "POST", "/prefix/lookup", self._lookup(self._hooks.lookup))
+        if self._hooks.explain is not None:
+            self._add(app, "POST", "/prefix/explain", self._explain(self._hooks.explain))
         self._add(app, "", "/{path:.*}", self._no_route)
         return app
 
@@ -282,6 +286,14 @@ class HttpFront:
             self._keys.check_operator(request.headers.get("Authorization"))
             body = await read_json_body(request, timeout_s=self._settings.body_timeout_s)
             return await self._send(request, 200, answer(body), {REQUEST_ID_HEADER: request_id})
+
+        return handler
+
+    def _explain(self, answer: Callable[[bytes], Awaitable[bytes]]) -> _Handler:
+        async def handler(request: web.Request, request_id: RequestId) -> web.StreamResponse:
+            self._keys.check_operator(request.headers.get("Authorization"))
+            body = await read_json_body(request, timeout_s=self._settings.body_timeout_s)
+            return await self._send(request, 200, await answer(body), {REQUEST_ID_HEADER: request_id})
 
         return handler
 

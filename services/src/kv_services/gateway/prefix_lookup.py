@@ -7,12 +7,37 @@ Those are listed and never chosen: a request cannot be sent to them through this
 import msgspec
 
 from kv_core.hashing import hash_tokens
+from kv_core.namespace import Namespace
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig
 from kv_services.gateway.errors import InvalidRequestError
 from kv_services.in_flight_watch import InFlightWatch
+from kv_services.past_requests import PastRequests
 from kv_services.prompt_asks import PromptAsk, UnknownPromptError, UnknownTenantError, tenant_namespace
+
+
+def asked_prompt(
+    body: bytes, config: ClusterConfig, weights_revision: str, past: PastRequests | None = None
+) -> tuple[Namespace, bytes]:
+    """The namespace and the tokens (uint32 little-endian) of the prompt that a body means (`PromptAsk`).
+
+    Args:
+        past: where requests are remembered, if one may be asked for by its id.
+
+    Raises:
+        InvalidRequestError: no such body, tenant or prompt.
+    """
+    try:
+        ask = msgspec.json.decode(body, type=PromptAsk)
+        if past is not None and ask.request_id:
+            found = past.get(ask.request_id)
+            if found is None:
+                raise UnknownPromptError(cause=f"request {ask.request_id!r} was not here lately")
+            return found
+        return tenant_namespace(config, weights_revision, ask.tenant, ask.cache_salt), ask.token_bytes()
+    except (msgspec.MsgspecError, UnknownPromptError, UnknownTenantError) as error:
+        raise InvalidRequestError(param="", detail=str(error)) from None
 
 
 class PrefixLookup:
@@ -31,14 +56,7 @@ class PrefixLookup:
         Raises:
             InvalidRequestError: no such body, tenant or prompt.
         """
-        try:
-            ask = msgspec.json.decode(body, type=PromptAsk)
-            tokens = ask.token_bytes()
-            namespace = tenant_namespace(self._config, self._weights_revision, ask.tenant, ask.cache_salt)
-        except msgspec.MsgspecError as error:
-            raise InvalidRequestError(param="", detail=str(error)) from None
-        except (UnknownPromptError, UnknownTenantError) as error:
-            raise InvalidRequestError(param="", detail=str(error)) from None
+        namespace, tokens = asked_prompt(body, self._config, self._weights_revision)
         names = hash_tokens(namespace, tokens)
         found = self._index.lookup(names)
         held = {match.holder.node: match.num_blocks for match in found}

@@ -15,7 +15,7 @@ from kv_services.gateway.actor import ClusterCompleter, GatewayContext
 from kv_services.gateway.admission import RequestLimits, ServedModel
 from kv_services.gateway.completer import RequestRecord
 from kv_services.gateway.errors import HttpFault, register_fault
-from kv_services.gateway.following import followed_engines
+from kv_services.gateway.following import FollowedExplain, followed_engines
 from kv_services.gateway.generation import GenerationSettings
 from kv_services.gateway.http import FrontHooks, HttpFront
 from kv_services.gateway.oversize import Oversize, oversize_rule
@@ -25,6 +25,7 @@ from kv_services.gateway.tenancy import ApiKeys
 from kv_services.in_flight_watch import InFlightWatch
 from kv_services.membership.actor import ClusterView
 from kv_services.messages import Load
+from kv_services.past_requests import PastRequests
 from kv_services.process import Base, keep, model_path
 from kv_services.sharded.errors import ClusterFullError, ShardRefusedError
 from kv_transport.errors import TransportError
@@ -95,6 +96,9 @@ def build(base: Base) -> list[ChildSpec]:
     )
     in_flight = InFlightWatch(base.cluster, base.clock)
     lookup = PrefixLookup(config, base.index, info.weights_revision, in_flight)
+    following = followed_engines(config, base.index, info.weights_revision)
+    past = PastRequests() if following else None
+    explain = FollowedExplain(config, info.weights_revision, following, base.index, past)
     completer = ClusterCompleter(
         GatewayContext(
             config=config,
@@ -110,6 +114,7 @@ def build(base: Base) -> list[ChildSpec]:
             events=base.events,
             in_flight=in_flight,
             oversize=_oversize(config, info.geometry.num_layers),
+            past=past,
         )
     )
     base.load = lambda: Load(running=completer.num_open)
@@ -142,12 +147,12 @@ def build(base: Base) -> list[ChildSpec]:
             unready=unready,
             observe=_observer(base),
             lookup=lookup.answer,
+            explain=explain.answer,
         ),
         host=node.host,
         port=node.http_port,
         clock=base.clock,
     )
-    following = followed_engines(config, base.index, info.weights_revision)
     return [
         *(keep(f"events of {one.holder.node}", one) for one in following),
         keep("completer", completer),

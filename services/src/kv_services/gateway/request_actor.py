@@ -75,6 +75,7 @@ from kv_services.messages import (
     Sampling,
 )
 from kv_services.metrics import Metrics
+from kv_services.past_requests import PastRequests
 from kv_services.sharded.messages import in_pieces
 from kv_transport.errors import TransportError
 
@@ -121,6 +122,7 @@ class GatewayContext:
     events: EventLog | None = None
     in_flight: InFlightWatch | None = None
     oversize: Oversize | None = None
+    past: PastRequests | None = None
     breakers: GatewayBreakers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,6 +174,9 @@ class RequestActor(Actor[Event, Effect]):
         """Start the request and its deadline."""
         left_s = max(0.0, (self._request.deadline_ns - self._ctx.clock.monotonic_ns()) / 1e9)
         self._later(left_s, self._deadline)
+        if self._ctx.past is not None:
+            prompt = token_bytes(self._request.prompt_token_ids)
+            self._ctx.past.note(self._request.request_id, self._namespace, prompt)
         self.post(Started())
 
     def perform(self, effect: Effect) -> None:

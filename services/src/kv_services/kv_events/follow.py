@@ -94,8 +94,8 @@ class EngineEvents:
                     elif sequence < 0:
                         raise BadEventError(f"sequence number {sequence}")
                     else:
-                        events = decode_batch(frames[skip + 1]).events
-                        self._perform(self.follower.batch(sequence, events, replayed=socket is self._dealer))
+                        batch, replayed = decode_batch(frames[skip + 1]), socket is self._dealer
+                        self._perform(self.follower.batch(sequence, batch.events, replayed=replayed, sent_s=batch.ts))
                 except BadEventError as error:
                     self.refused += 1
                     _log.warning("event refused holder=%s cause=%s", self.holder.node, error)

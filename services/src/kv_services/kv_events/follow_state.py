@@ -9,6 +9,8 @@ F2: a hole is asked for once; while its replay is under way later batches wait (
 F3: what a replay could not give is given up: everything known is dropped, so that no block stays that may be gone.
 F4: a block whose parent is not known is not entered, and counted.
 F5: what is remembered of an engine is bounded; beyond the bound everything known is dropped.
+F6: of a block that is not held any more it can say how it ended (bounded), and of one that it never heard of, which
+    events it may have been in: those that are missing just now, or that no replay gave.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash, extend
 from kv_core.namespace import Namespace
 from kv_prefix.events import Tier
+from kv_services.kv_events.engine_record import EngineRecord, EventRef, Fate, Gone
 from kv_services.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent, tier_of
 
 MAX_WAITING: Final = 4096
@@ -70,6 +73,17 @@ class FollowStats:
     skipped: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Events that did not come: the numbers of the first and the last."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"event {self.first}" if self.first == self.last else f"events {self.first}-{self.last}"
+
+
 class EngineFollower:
     """The state of one followed engine.
 
@@ -83,22 +97,68 @@ class EngineFollower:
         self._loras = loras or {}
         self._next = 0
         self._streamed = -1
-        self._waiting: dict[int, Sequence[KVEvent]] = {}
+        self._waiting: dict[int, tuple[float, Sequence[KVEvent]]] = {}
         self._replaying = False
+        self._life = 1
+        self._lost: Gap | None = None
+        self._cleared: EventRef | None = None
+        self._orphaned: EventRef | None = None
         # By the engine's hash: our name, the number of tokens to its end, the namespace, the tiers it is in.
         self._known: dict[EngineHash, tuple[BlockHash, int, Namespace, set[Tier]]] = {}
         self.stats = FollowStats()
+        self.record = EngineRecord()
 
-    def batch(self, sequence: int, events: Sequence[KVEvent], *, replayed: bool = False) -> list[Effect]:
-        """A batch came, from the stream or from a replay."""
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """What its blocks are, without an adapter first."""
+        return [self._namespace, *(self._adapted(name, revision) for name, revision in self._loras.items())]
+
+    @property
+    def num_heard(self) -> int:
+        """Batches that took effect, since the start."""
+        return self.stats.applied
+
+    @property
+    def life(self) -> int:
+        """Which of the engine's numberings the events are of; they begin anew when it does."""
+        return self._life
+
+    @property
+    def gap(self) -> Gap | None:
+        """The events that are missing just now, up to the next that is here and waits for them."""
+        return Gap(self._next, min(self._waiting) - 1) if self._waiting else None
+
+    @property
+    def lost(self) -> Gap | None:
+        """The latest events that no replay gave, since the engine last began anew or cleared everything."""
+        return self._lost
+
+    @property
+    def cleared(self) -> EventRef | None:
+        """The latest event by which the engine cleared everything."""
+        return self._cleared
+
+    @property
+    def orphaned(self) -> EventRef | None:
+        """The latest event that told of blocks whose parent is not known, as `lost`."""
+        return self._orphaned
+
+    def batch(
+        self, sequence: int, events: Sequence[KVEvent], *, replayed: bool = False, sent_s: float = 0.0
+    ) -> list[Effect]:
+        """A batch came, from the stream or from a replay.
+
+        Args:
+            sent_s: when it was sent, by the engine's clock.
+        """
         if not replayed and sequence < self._streamed:
-            return self._began_anew(sequence, events)
+            return self._began_anew(sequence, events, sent_s)
         if not replayed:
             self._streamed = sequence
         if sequence < self._next or sequence in self._waiting:
             self.stats.duplicates += 1
             return []
-        self._waiting[sequence] = events
+        self._waiting[sequence] = sent_s, events
         effects = self._drain()
         if self._waiting and not self._replaying:
             self._replaying = True
@@ -113,46 +173,59 @@ class EngineFollower:
         self._replaying = False
         return self._give_up() if self._waiting else []
 
-    def _began_anew(self, sequence: int, events: Sequence[KVEvent]) -> list[Effect]:
+    def _began_anew(self, sequence: int, events: Sequence[KVEvent], sent_s: float) -> list[Effect]:
         """A stream's numbers only grow, so the engine has begun a new life; or its past comes again. Ask which."""
         self._waiting.clear()
-        effects = self._reset(0)
-        self._streamed, self._waiting[sequence] = sequence, events
+        self._life += 1
+        self._lost = self._orphaned = None
+        at = EventRef(self._life, sequence, sent_s)
+        effects = self._reset(0, at, f"after event {self._streamed} came event {sequence}: it begins anew")
+        self._streamed, self._waiting[sequence] = sequence, (sent_s, events)
         self._replaying = True
         self.stats.recoveries += 1
         return [*effects, *self._drain(), AskReplay(0)]
 
     def _give_up(self) -> list[Effect]:
-        effects = self._reset(min(self._waiting))
+        following = min(self._waiting)
+        self._lost = Gap(self._next, following - 1)
+        at = EventRef(self._life, following, self._waiting[following][0])
+        effects = self._reset(following, at, f"no replay gave {self._lost}")
         self.stats.resets += 1
         return [*effects, *self._drain()]
 
-    def _reset(self, following: int) -> list[Effect]:
-        self._known.clear()
+    def _reset(self, following: int, at: EventRef, cause: str) -> list[Effect]:
+        self._forget_all(Gone(Fate.DROPPED, at, cause))
         self._next = following
-        self._waiting = {number: events for number, events in self._waiting.items() if number >= following}
+        self._waiting = {number: batch for number, batch in self._waiting.items() if number >= following}
         return [Cleared()]
+
+    def _forget_all(self, gone: Gone) -> None:
+        latest_first = (name.sequence for name, *_ in reversed(self._known.values()))
+        self.record.all_gone(latest_first, len(self._known), gone)
+        self._known.clear()
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
-        while (events := self._waiting.pop(self._next, None)) is not None:
+        while (batch := self._waiting.pop(self._next, None)) is not None:
+            at = EventRef(self._life, self._next, batch[0])
             self._next += 1
             self.stats.applied += 1
-            for event in events:
-                effects += self._apply(event)
+            for event in batch[1]:
+                effects += self._apply(event, at)
         return effects
 
-    def _apply(self, event: KVEvent) -> list[Effect]:
+    def _apply(self, event: KVEvent, at: EventRef) -> list[Effect]:
         match event:
             case BlockStored():
-                return self._stored(event)
+                return self._stored(event, at)
             case BlockRemoved(block_hashes=hashes, medium=medium):
-                return self._removed(hashes, tier_of(medium))
+                return self._removed(hashes, tier_of(medium), at)
             case AllBlocksCleared():
-                self._known.clear()
+                self._forget_all(Gone(Fate.CLEARED, at))
+                self._lost, self._orphaned, self._cleared = None, None, at
                 return [Cleared()]
 
-    def _stored(self, event: BlockStored) -> list[Effect]:
+    def _stored(self, event: BlockStored, at: EventRef) -> list[Effect]:
         namespace = self._namespace_of(event)
         size, count = event.block_size, len(event.block_hashes)
         if namespace is None or size != namespace.block_size or len(event.token_ids) != size * count or not count:
@@ -163,6 +236,7 @@ class EngineFollower:
             found = self._known.get(event.parent_block_hash)
             if found is None or found[2] != namespace:
                 self.stats.orphans += count
+                self._orphaned = at
                 return []
             parent, start = found[0], found[1]
         try:
@@ -170,19 +244,24 @@ class EngineFollower:
         except KVError:
             self.stats.skipped += 1
             return []
-        tier = tier_of(event.medium)
+        tier, effects = tier_of(event.medium), list[Effect]()
         for i, (engine_hash, name) in enumerate(zip(event.block_hashes, names, strict=True)):
             known = self._known.get(engine_hash)
             tiers = known[3] if known is not None and known[0] == name else set()
+            if known is not None and known[0] != name:
+                # Its removal will be told of under this hash, and nobody can say then of which of the two.
+                effects += [Removed(former, (known[0],)) for former in sorted(known[3])]
+                gone = Gone(Fate.DROPPED, at, "the engine told of another block under its hash")
+                self.record.removed(known[0].sequence, gone)
             self._known[engine_hash] = name, start + (i + 1) * size, namespace, tiers | {tier}
         if len(self._known) > MAX_KNOWN:
-            self._known.clear()
+            self._forget_all(Gone(Fate.DROPPED, at, f"it told of more than {MAX_KNOWN} blocks"))
             self.stats.resets += 1
             return [Cleared()]
-        return [Stored(tier, tuple(names))]
+        return [*effects, Stored(tier, tuple(names))]
 
-    def _removed(self, hashes: Sequence[EngineHash], tier: Tier) -> list[Effect]:
-        names = []
+    def _removed(self, hashes: Sequence[EngineHash], tier: Tier, at: EventRef) -> list[Effect]:
+        names, gone = [], Gone(Fate.REMOVED, at)
         for engine_hash in hashes:
             known = self._known.get(engine_hash)
             if known is None or tier not in known[3]:
@@ -191,6 +270,7 @@ class EngineFollower:
             known[3].discard(tier)
             if not known[3]:
                 del self._known[engine_hash]
+                self.record.removed(known[0].sequence, gone)
         return [Removed(tier, tuple(names))] if names else []
 
     def _namespace_of(self, event: BlockStored) -> Namespace | None:
@@ -202,14 +282,15 @@ class EngineFollower:
         if event.lora_name is None:
             return None if event.lora_id else self._namespace
         revision = self._loras.get(event.lora_name)
-        if revision is None:
-            return None
+        return None if revision is None else self._adapted(event.lora_name, revision)
+
+    def _adapted(self, lora_name: str, lora_revision: str) -> Namespace:
         n = self._namespace
         return Namespace(
             n.model_id,
             n.weights_revision,
-            lora_name=event.lora_name,
-            lora_revision=revision,
+            lora_name=lora_name,
+            lora_revision=lora_revision,
             salt=n.salt,
             dtype=n.dtype,
             fidelity=n.fidelity,

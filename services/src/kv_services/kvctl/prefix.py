@@ -150,7 +150,7 @@ def purge(file: Path, tenant: str, weights: str, everything: bool, as_json: bool
 
 
 def explain(file: Path, prompt: Prompt, as_json: bool) -> int:
-    """Say block by block, for each node, where a prompt's match ends and why.
+    """Say block by block, for each node and each followed engine, where a prompt's match ends and why.
 
     Raises:
         KVError: as `warm`.
@@ -159,7 +159,9 @@ def explain(file: Path, prompt: Prompt, as_json: bool) -> int:
 
     async def run(hurry: asyncio.Event) -> int:
         tokens = [] if prompt.request else _tokens(config, prompt)
-        found = await _ask_nodes(config, "/prefix/explain", _ask(prompt, tokens))
+        nodes = _ask_nodes(config, "/prefix/explain", _ask(prompt, tokens))
+        found, followed = await asyncio.gather(nodes, _ask_followed(config, _ask(prompt, tokens)))
+        found |= followed
         if as_json:
             print_json(found)
             return 0
@@ -269,6 +271,20 @@ async def _ask_nodes(config: ClusterConfig, path: str, ask: dict[str, Any]) -> d
     if nodes and len(refused) == len(nodes):
         raise PrefixRequestError(node="no node does it", cause="; ".join(refused))
     return dict(zip((node.id for node in nodes), answers, strict=True))
+
+
+async def _ask_followed(config: ClusterConfig, ask: dict[str, Any]) -> dict[str, Any]:
+    """What became of the prompt at each followed engine, from the first gateway that can say; else why none can."""
+    engines = [engine.name for engine in config.kv_events.follow]
+    problems = []
+    for gateway in config.by_role(Role.GATEWAY) if engines else ():
+        try:
+            answer = await _post(gateway, "/prefix/explain", ask, _operator(config))
+        except PrefixRequestError as error:
+            problems.append(str(error))
+            continue
+        return {name: answer["engines"].get(name, f"{gateway.id}: it does not follow {name}") for name in engines}
+    return dict.fromkeys(engines, "; ".join(problems) or "no gateway in the cluster file follows it")
 
 
 async def _post(node: NodeConfig, path: str, ask: dict[str, Any], key: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def explain(
     cache_salt: CacheSalt = None,
     json: Json = False,
 ) -> int:
-    """Say block by block where each node's match of a prompt ends, and why: never seen, evicted, other namespace ..."""
+    """Say block by block where each node's match of a prompt ends, and why; and what followed engines did with it."""
     from kv_services.kvctl import prefix
 
     return prefix.explain(file, prefix.Prompt(text, tokens, request, tenant, cache_salt), json)

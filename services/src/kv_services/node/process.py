@@ -47,7 +47,7 @@ from kv_services.node.operations import Operations
 from kv_services.node.prefill import PrefillActor
 from kv_services.node.prefill_events import PrefillEndAsked, PrefillPeerDied, PrefillTimePassed, PullPlan
 from kv_services.node.prefill_state import PrefillMachine
-from kv_services.node.prefix_desk import PastRequests, PrefixDesk
+from kv_services.node.prefix_desk import PrefixDesk
 from kv_services.node.pull_cost import PullCost, plan_pull
 from kv_services.node.recoverer import Recoverer
 from kv_services.node.shard_desk import ShardDesk
@@ -55,6 +55,7 @@ from kv_services.node.sharing import Sharing
 from kv_services.node.store import LeaseDesk
 from kv_services.node.tier_setup import open_tiers
 from kv_services.node.tiers import Tiers
+from kv_services.past_requests import PastRequests
 from kv_services.process import Base, keep, model_path
 from kv_services.status_report import SlotCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
