@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_prefix.adaptive_eviction import AdaptivePolicy
 from kv_prefix.errors import UnknownPolicyError
 from kv_prefix.eviction import POLICIES, make_eviction_policy
 
@@ -141,6 +142,41 @@ def test_the_default_is_not_worse_than_lru_where_popularity_moves(seed: int) -> 
     draw = random.Random(seed)
     accesses = [i // 20 + int(draw.expovariate(0.01)) for i in range(6_000)]
     assert hit_rate("adaptive", 200, accesses) > hit_rate("lru", 200, accesses) - 0.002
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_default_chooses_as_if_its_miniatures_had_heard_of_each_access_at_once(seed: int) -> None:
+    # One policy has its boost asked for after each access, for which everything must have been heard.
+    policies = [AdaptivePolicy(200), AdaptivePolicy(200)]
+    draw = random.Random(seed)
+    where: dict[int, int] = {}
+    names: dict[int, int] = {}
+    boosts = set()
+    for _ in range(400):
+        prompt = {int(20_000 ** draw.random()) for _ in range(draw.randrange(1, 90))}
+        for name in prompt:
+            if (slot := where.get(name)) is None and len(where) == 200:
+                slot, twin = (policy.victim() for policy in policies)
+                assert slot == twin
+                if slot is None:
+                    continue
+                for policy in policies:
+                    policy.remove(slot, evicted=True)
+                del where[names[slot]]
+            slot = len(where) if slot is None else slot
+            for policy in policies:
+                if where.get(name) == slot:
+                    policy.withdraw(slot)
+                    policy.touch(slot)
+                else:
+                    policy.insert(slot, b"%d" % name)
+            where[name], names[slot] = slot, name
+            boosts.add(policies[1].boost)
+        for name in sorted(prompt & where.keys()):
+            for policy in policies:
+                policy.offer(where[name])
+        assert policies[0].boost == policies[1].boost
+    assert len(boosts) > 1
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:

@@ -12,6 +12,8 @@ each candidate, and the pool changes over when another candidate has had signifi
 A1: changing over costs nothing: slots wait in one queue for each value of `floor(log2 uses)`, in order of last use, and
     the boost is added when their heads are compared.
 A2: of two candidates, the one at work stays until the other has had more hits by a margin and beyond chance.
+A3: the miniatures hear of accesses when a slot is offered, a victim is asked for or many wait, and in order. A prompt's
+    blocks are entered while its answer is waited for and offered when it is over, and only victims depend on who leads.
 """
 
 import heapq
@@ -41,6 +43,9 @@ SIGMAS: Final = (1.0, 3.0, 3.0)
 for the blocks of one prompt hit or miss together. LRU needs little evidence to come back. Almost pure frequency needs a
 quarter more hits: what was popular in one phase of the traffic fills the pool in the next."""
 
+UNHEARD_MAX: Final = 512
+"""Accesses that wait for the miniatures: some three milliseconds of their work at most, when a prompt is that long."""
+
 _BATCH: Final = 64
 _NUM_LEVELS: Final = MAX_FREQUENCY.bit_length()
 
@@ -57,11 +62,13 @@ class AdaptivePolicy:
         self._names: list[Hashable] = [None] * capacity
         self._ghosts = Ghosts(ghost_limit(capacity))
         self._duel = Duel(capacity)
+        self._unheard: list[tuple[bytes, int]] = []
         self._now = 0
 
     @property
     def boost(self) -> float:
         """The boost at work, in capacities."""
+        self._hear()
         return BOOSTS[self._duel.leader]
 
     def insert(self, slot: int, name: Hashable) -> None:
@@ -82,9 +89,13 @@ class AdaptivePolicy:
                 self._queues[level].offer(slot)
         name = self._names[slot]
         if isinstance(name, bytes):
-            self._duel.observe(name, self._now)
+            self._unheard.append((name, self._now))
+            if len(self._unheard) >= UNHEARD_MAX:
+                self._hear()
 
     def offer(self, slot: int) -> None:
+        if self._unheard:
+            self._hear()
         self._offered[slot] = True
         self._queues[self._level[slot]].offer(slot)
 
@@ -93,6 +104,8 @@ class AdaptivePolicy:
         self._queues[self._level[slot]].withdraw(slot)
 
     def victim(self) -> int | None:
+        if self._unheard:
+            self._hear()
         boost = self.boost * self._capacity
         chosen: OfferedQueue | None = None
         lowest = 0.0
@@ -113,6 +126,13 @@ class AdaptivePolicy:
         if evicted:
             self._ghosts.put(self._names[slot], self._uses[slot])
         self._names[slot] = None
+
+    def _hear(self) -> None:
+        """Tell the miniatures of the accesses that wait (A3)."""
+        unheard, self._unheard = self._unheard, []
+        observe = self._duel.observe
+        for name, now in unheard:
+            observe(name, now)
 
 
 class Duel:
