@@ -145,10 +145,12 @@ def test_who_stood_still_himself_does_not_hold_it_against_the_others() -> None:
     v.step(TimePassed(20))
     assert v.step(TimePassed(10_000)) == []
     assert v.step(TimePassed(10_050)) == []
-    v.step(HeartbeatSeen(10_060, A, ONE))
     # From here on silence counts again: B is as silent as before the pause, and 20 of it were before.
-    dead = [e for now in range(10_100, 10_400, 50) for e in v.step(TimePassed(now)) if isinstance(e, MemberDied)]
-    assert [e.node_id for e in dead] == [B]
+    died: dict[NodeId, int] = {}
+    for now in range(10_060, 10_400, 20):
+        v.step(HeartbeatSeen(now, A, ONE))
+        died |= {e.node_id: now for e in v.step(TimePassed(now)) if isinstance(e, MemberDied)}
+    assert died == {B: 10_280}
 
 
 def test_who_hears_less_than_half_declares_nobody_dead_and_who_hears_half_does() -> None:
@@ -166,6 +168,40 @@ def test_who_hears_less_than_half_declares_nobody_dead_and_who_hears_half_does()
     # Three of five are: the others are gone.
     died = [e for e in v.step(TimePassed(1_002)) if isinstance(e, MemberDied)]
     assert [e.node_id for e in died] == nodes[2:]
+
+
+@given(
+    last=st.lists(st.integers(0, 40), min_size=2, max_size=8),
+    lasts_ns=st.integers(0, 2_000),
+    again=st.lists(st.integers(0, 150), min_size=8, max_size=8),
+    step_ns=st.integers(5, 40),
+)
+def test_who_was_cut_off_from_all_comes_back_alone_however_they_were_last_heard_and_are_heard_again(
+    last: list[int], lasts_ns: int, again: list[int], step_ns: int
+) -> None:
+    v = MembershipView(suspect_after_ns=100, dead_after_ns=300)
+    nodes = [NodeId(f"n{i}") for i in range(len(last))]
+    healed_ns = 40 + lasts_ns
+    heard_ns = {node: healed_ns + late_ns for node, late_ns in zip(nodes, again, strict=False)}
+    for node, at_ns in zip(nodes, last, strict=True):
+        v.add(node)
+        v.step(HeartbeatSeen(at_ns, node, ONE))
+    for now_ns in range(40, healed_ns + 600, step_ns):
+        for node in nodes:
+            if heard_ns[node] <= now_ns:
+                v.step(HeartbeatSeen(now_ns, node, ONE))
+        assert not [e for e in v.step(TimePassed(now_ns)) if isinstance(e, MemberDied)], now_ns
+    assert all(member.liveness is Liveness.ALIVE for member in v.members.values())
+
+
+def test_members_that_are_lost_together_with_their_connections_are_not_judged_one_by_one() -> None:
+    nodes = [NodeId(f"n{i}") for i in range(4)]
+    v = view()
+    for number, node in enumerate(nodes):
+        v.add(node)
+        v.step(HeartbeatSeen(10 * number, node, ONE))
+    effects = [effect for now_ns in range(100, 2_000, 10) for effect in v.step(TimePassed(now_ns))]
+    assert {type(e) for e in effects} == {MemberSuspected} and len(effects) == 4
 
 
 def test_who_was_not_heard_in_the_first_dead_after_had_its_time_unless_this_process_stood_still_in_it() -> None:

@@ -10,7 +10,8 @@ M3: silence before the first sign of life is not death: such a member is UNSEEN.
 M4: being idle is not being silent: any heartbeat counts, whatever load it reports.
 M5: time in which this process itself stood still is nobody's silence: it could not have heard them.
 M6: no death is declared by who hears less than half of those he last heard of, himself counted: he is the one cut off.
-    They stay suspects, and are judged when enough are heard again. (Two that lose each other may both judge.)
+    Whoever is suspected is not heard. Time in which this process is cut off is nobody's silence, so that when it hears
+    the first of them again the others have time to be heard too. (Two that lose each other may both judge.)
 M7: whoever was not heard in the first `dead_after_ns` is not waited for any more (M5 holds for that time too).
 """
 
@@ -240,18 +241,27 @@ class MembershipView:
             member.last_seen_ns = min(now_ns, member.last_seen_ns + since_ns)
 
     def _judge(self, now_ns: int) -> list[Effect]:
+        since_ns = 0 if self._judged_ns is None else now_ns - self._judged_ns
         self._forgive_standstill(now_ns)
         effects: list[Effect] = []
         living = [m for m in self.members.values() if m.liveness in (Liveness.ALIVE, Liveness.SUSPECT)]
-        heard = sum(1 for m in living if now_ns - m.last_seen_ns < self.dead_after_ns)
-        may_declare = 2 * (heard + 1) >= len(living) + 1
-        for member in self.members.values():
+        # Members that are lost together were not last heard together: by `dead_after` the first of them would be judged
+        # while the others still count as heard.
+        heard = sum(1 for m in living if now_ns - m.last_seen_ns < self.suspect_after_ns)
+        cut_off = 2 * (heard + 1) < len(living) + 1
+        for member in living:
             silent_ns = now_ns - member.last_seen_ns
-            if may_declare and member in living and silent_ns >= self.dead_after_ns:
+            if silent_ns < self.suspect_after_ns:
+                continue
+            if cut_off:
+                longest_ns = max(self.suspect_after_ns, silent_ns - since_ns)
+                member.last_seen_ns = max(member.last_seen_ns, now_ns - longest_ns)
+            elif silent_ns >= self.dead_after_ns:
                 member.liveness = Liveness.DEAD
                 cause = f"silent for {silent_ns // 1_000_000} ms"
                 effects.append(MemberDied(member.node_id, member.incarnation, cause))
-            elif member.liveness is Liveness.ALIVE and silent_ns >= self.suspect_after_ns:
+                continue
+            if member.liveness is Liveness.ALIVE:
                 member.liveness = Liveness.SUSPECT
                 effects.append(MemberSuspected(member.node_id, member.incarnation, silent_ns))
         return effects
