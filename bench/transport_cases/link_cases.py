@@ -18,12 +18,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from bench import harness
+from bench.namespaces import unavailable
 from bench.transport_cases import places
 from bench.transport_cases.far import order
 from bench.transport_cases.memory_cases import EngineBlocks
 from bench.transport_cases.near import connected
 from bench.transport_cases.plan import Effort, Outcome, Skipped
-from bench.transport_cases.shaped_link import ShapedLink, shaped_link, unavailable
+from bench.transport_cases.shaped_link import ShapedLink, shaped_link
 from bench.transport_cases.wire_cases import plain_connection
 from kv_core.block import BlockGeometry
 from kv_core.dtypes import DType

@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from bench.namespaces import namespace, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,8 @@ class ShapedLink:
     def shape(self, mbit: int) -> None:
         """Pass at most so many Mbit/s towards the far end. The bucket holds what passes in about 1 ms."""
         burst = max(128_000, mbit * 125)
-        _run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", "rate", f"{mbit}mbit",
-             "burst", str(burst), "latency", "20ms")  # fmt: skip
-
-
-def unavailable() -> str | None:
-    """Why there can be no such link here, or None."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    return f"no {' and no '.join(missing)} (package iproute2)" if missing else None
+        run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", "rate", f"{mbit}mbit",
+            "burst", str(burst), "latency", "20ms")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -40,26 +32,16 @@ def shaped_link() -> Iterator[ShapedLink]:
         OSError: the kernel has no namespaces, veth or tbf.
     """
     tag = os.getpid()
-    namespace, device, other = f"kvbench-{tag}", f"kvb{tag}", f"kvf{tag}"
+    name, device, other = f"kvbench-{tag}", f"kvb{tag}", f"kvf{tag}"
     # 198.18.0.0/15 is set aside for benchmarks.
     near, far = f"198.18.{tag % 251}.1", f"198.18.{tag % 251}.2"
-    _run("ip", "netns", "add", namespace)
-    try:
-        _run("ip", "link", "add", device, "type", "veth", "peer", "name", other, "netns", namespace)
+    with namespace(name) as prefix:
+        run("ip", "link", "add", device, "type", "veth", "peer", "name", other, "netns", name)
         try:
-            _run("ip", "addr", "add", f"{near}/30", "dev", device)
-            _run("ip", "link", "set", device, "up")
-            inside = ("ip", "netns", "exec", namespace)
+            run("ip", "addr", "add", f"{near}/30", "dev", device)
+            run("ip", "link", "set", device, "up")
             for command in (f"addr add {far}/30 dev {other}", f"link set {other} up", "link set lo up"):
-                _run(*inside, "ip", *command.split())
-            yield ShapedLink(near, far, inside, device)
+                run(*prefix, "ip", *command.split())
+            yield ShapedLink(near, far, prefix, device)
         finally:
-            _run("ip", "link", "del", device)
-    finally:
-        _run("ip", "netns", "del", namespace)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+            run("ip", "link", "del", device)

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.run import Plan, soak
+from tests.soak.wires import alone, unavailable
 
 MUST_BE_0 = ("wrong", "ended", "leaked", "leftovers")
 
@@ -20,12 +21,34 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--gap", type=float, default=2.0, help="seconds between the end of a fault and the next")
     parser.add_argument("--pieces", action="store_true", help="requests that are larger than a node, of a tiny model")
+    parser.add_argument(
+        "--netns",
+        action="store_true",
+        help="over a network of namespaces, which loses packets, instead of proxies; needs root",
+    )
+    parser.add_argument("--kinds", help="only faults of these kinds, separated by commas")
     parser.add_argument(
         "--logs", type=Path, help="where the processes' logs go; those of a run that fails are kept anyway"
     )
     args = parser.parse_args()
-    plan = Plan(args.seed, args.minutes * 60, args.clients, args.prefill, args.decode, gap_s=2.0, pieces=args.pieces)
+    if args.netns:
+        reason = unavailable()
+        if reason is not None:
+            parser.error(reason)
+        alone([sys.executable, "-m", "tests.soak", *sys.argv[1:]])
+    plan = Plan(
+        args.seed,
+        args.minutes * 60,
+        args.clients,
+        args.prefill,
+        args.decode,
+        gap_s=args.gap,
+        pieces=args.pieces,
+        netns=args.netns,
+        kinds=tuple(args.kinds.split(",")) if args.kinds else (),
+    )
     report: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="kv-soak-") as folder:
         try:

@@ -1,56 +1,32 @@
-"""A cluster of real processes that see each other through proxies, with a disk tier each that can be filled."""
+"""A cluster of real processes over a network that can fail, with a disk tier each that can be filled."""
 
 import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import aiohttp
-import msgspec
 import pytest
 
 from kv_services.config import (
     BusSection,
-    ClusterConfig,
-    ClusterSection,
     DiskTierSection,
     LimitsSection,
-    NodeConfig,
     TiersSection,
     TransportSection,
 )
-from kv_services.config_file import dump_config, load_config
 from kv_services.launch import LocalCluster, PortReservation, local_config
-from kv_services.launch.group import service_command
 from tests.integration.helpers_integration import DEADLINE_S, Fabric
 from tests.soak.lives import Lives
-from tests.soak.proxy import Conditions, Proxy
+from tests.soak.network import Network
 from tests.soak.questions import Questions
 
 DISK = "2 MiB"
 DISK_BYTES = 3 << 20
-
-
-@dataclass
-class Network:
-    """The proxies: per pair for the bus, per target for KV."""
-
-    bus: dict[tuple[str, str], Conditions] = field(default_factory=dict)
-    data: dict[str, Conditions] = field(default_factory=dict)
-    proxies: list[Proxy] = field(default_factory=list)
-
-    def isolate(self, node: str, cut: bool) -> None:
-        """Cut a node off from everybody, or no longer."""
-        for pair, conditions in self.bus.items():
-            if node in pair:
-                conditions.cut = cut
-        if node in self.data:
-            self.data[node].cut = cut
 
 
 @dataclass
@@ -113,11 +89,11 @@ class SoakCluster:
 
 @contextlib.asynccontextmanager
 async def soak_cluster(
-    folder: Path, seed: int, prefill: int, decode: int, questions: Questions
+    folder: Path, seed: int, prefill: int, decode: int, questions: Questions, network: Network
 ) -> AsyncIterator[SoakCluster]:
     """The cluster, all of its members knowing each other. On the way out its leftovers are in `cluster.leftovers`, and
     what its processes wrote, until they were told to stop, is in `folder/logs`."""
-    network, disks = Network(), Disks(folder / "disks")
+    disks = Disks(folder / "disks")
     with PortReservation() as ports:
         config = local_config(
             ports,
@@ -133,35 +109,22 @@ async def soak_cluster(
         )
         kv_nodes = [node.id for node in config.nodes if node.role.holds_kv]
         disks.prepare(kv_nodes)
-        seen = {node.id: _seen_by(node, config, ports, network, seed) for node in config.nodes}
-        advertised = {node: _data_proxy(config.node(node), ports, network, seed) for node in kv_nodes}
-
-        def command(config_file: Path, node: NodeConfig) -> list[str]:
-            whole = msgspec.structs.replace(seen[node.id], cluster=_cluster_of(config_file))
-            file = config_file.parent / f"{node.id}.toml"
-            file.write_text(dump_config(whole))
-            argv = service_command(file, node)
-            if node.id not in advertised:
-                return argv
-            program = Path(__file__).with_name("faulty_node.py")
-            return [sys.executable, str(program), str(advertised[node.id]), *argv[1:]]
-
+        config = network.place(config, ports, seed)
         environment = pytest.MonkeyPatch()
         if questions.model.path:
             # What was unpacked of its weights for the oracle serves the processes too.
             environment.setenv("XDG_CACHE_HOME", str(Path(questions.model.path).parent))
 
         try:
-            for proxy in network.proxies:
-                await proxy.start()
+            await network.start()
             lives = Lives()
-            cluster = LocalCluster(config, command=command, on_change=lives.changed)
+            cluster = LocalCluster(config, command=network.command, on_change=lives.changed)
             async with cluster:
                 lives.cluster = cluster
-                timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+                timeout, headers = aiohttp.ClientTimeout(total=DEADLINE_S), network.headers
                 connector = aiohttp.TCPConnector(limit=0)
                 try:
-                    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+                    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
                         fabric = Fabric(cluster, session)
                         names = {node.id for node in config.nodes}
                         for name in sorted(names):
@@ -172,35 +135,5 @@ async def soak_cluster(
                     shutil.copytree(cluster.folder / "logs", folder / "logs", dirs_exist_ok=True)
         finally:
             environment.undo()
-            for proxy in network.proxies:
-                await proxy.close()
+            await network.close()
             disks.close()
-
-
-def _cluster_of(config_file: Path) -> ClusterSection:
-    return load_config(config_file).cluster
-
-
-def _seen_by(
-    observer: NodeConfig, config: ClusterConfig, ports: PortReservation, network: Network, seed: int
-) -> ClusterConfig:
-    """The cluster file of one process: the others' bus ports are those of proxies."""
-    nodes = []
-    for node in config.nodes:
-        if node.id != observer.id:
-            conditions = network.bus.setdefault((observer.id, node.id), Conditions())
-            changed: dict[str, int] = {}
-            for name in ("bus_port", "events_port"):
-                random = Random(f"{seed}/{observer.id}/{node.id}/{name}")
-                changed[name] = ports.take()
-                network.proxies.append(Proxy(changed[name], getattr(node, name), conditions, random))
-            node = msgspec.structs.replace(node, **changed)
-        nodes.append(node)
-    return msgspec.structs.replace(config, nodes=nodes)
-
-
-def _data_proxy(node: NodeConfig, ports: PortReservation, network: Network, seed: int) -> int:
-    port = ports.take()
-    network.data[node.id] = Conditions()
-    network.proxies.append(Proxy(port, node.data_port, network.data[node.id], Random(f"{seed}/{node.id}/data")))
-    return port

@@ -16,8 +16,10 @@ from kv_services.launch.processes import ProcessState
 from tests.integration.helpers_integration import until
 from tests.soak.cluster import SoakCluster, soak_cluster
 from tests.soak.load import Load
+from tests.soak.network import Network, Proxies
 from tests.soak.questions import PiecesQuestions, Question, Questions, StubQuestions
-from tests.soak.schedule import Fault, schedule
+from tests.soak.schedule import OF_PROCESSES, Fault, schedule
+from tests.soak.wires import Wires
 
 PEACE_S = 90.0
 _EVENT = re.compile(r"event kind=(\w+) ")
@@ -26,7 +28,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run; with `pieces` requests that no node can hold, of a tiny model."""
+    """What is run.
+
+    Attributes:
+        pieces: requests that no node can hold, of a tiny model.
+        netns: over a network of namespaces instead of proxies; only for a process that is `wires.alone`.
+        kinds: faults of these kinds only; all that there are without any.
+    """
 
     seed: int
     seconds: float
@@ -36,6 +44,8 @@ class Plan:
     gap_s: float = 1.0
     count: int = 16
     pieces: bool = False
+    netns: bool = False
+    kinds: tuple[str, ...] = ()
 
 
 async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
@@ -44,11 +54,13 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
     questions: Questions = StubQuestions(plan.count)
     if plan.pieces:
         questions = PiecesQuestions(folder / "model", plan.count)
-    async with soak_cluster(folder, plan.seed, plan.prefill, plan.decode, questions) as it:
+    network: Network = Wires() if plan.netns else Proxies()
+    kinds = [kind for kind in (*OF_PROCESSES, *network.faults) if not plan.kinds or kind in plan.kinds]
+    async with soak_cluster(folder, plan.seed, plan.prefill, plan.decode, questions, network) as it:
         load = Load(it.fabric, plan.clients, questions)
         applied: Counter[str] = Counter()
         skipped: Counter[str] = Counter()
-        faults = schedule(plan.seed, plan.seconds, it.fabric.kv_nodes, ["gateway"], plan.gap_s)
+        faults = schedule(plan.seed, plan.seconds, kinds, it.fabric.kv_nodes, ["gateway"], plan.gap_s)
         clock = SystemClock()
         began_ns = clock.monotonic_ns()
         random = Random(f"{plan.seed}/faults")
@@ -65,7 +77,6 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         await it.lives.start_again()
         leaked = await _peace(it, questions.question(999, 0))
         recoveries = _recoveries(it)
-        flips = sum(conditions.flipped for conditions in it.network.data.values())
         cluster, ended = it.cluster, it.lives.ended
     for one in tally.wrong[:5]:
         say(f"wrong: {one}")
@@ -79,6 +90,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         "seed": plan.seed,
         "seconds": round(plan.seconds, 1),
         "pieces": plan.pieces,
+        "netns": plan.netns,
         "requests": tally.requests,
         "right": tally.right,
         "failed": dict(sorted(tally.failed.items())),
@@ -88,7 +100,7 @@ async def soak(plan: Plan, folder: Path, say: Say) -> dict[str, object]:
         "longest_request_ms": round(tally.longest_request_s * 1e3),
         "faults": dict(sorted(applied.items())),
         "skipped": dict(sorted(skipped.items())),
-        "flipped_in_transit": flips,
+        "flipped_in_transit": network.flipped,
         "recoveries": dict(sorted(recoveries.items())),
         "leaked": len(leaked),
         "leftovers": len(cluster.leftovers),
@@ -115,20 +127,15 @@ async def _inflict(it: SoakCluster, fault: Fault, random: Random) -> bool:
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        case "partition":
-            it.network.isolate(victim, True)
+        case "power off":
+            # Unplugged first: nobody hears of the end of its processes.
+            it.lives.struck.add(victim)
+            it.network.begin(fault.kind, victim)
+            await cluster.kill(victim)
             await asyncio.sleep(fault.hold_s)
-            it.network.isolate(victim, False)
-        case "slow link":
-            it.network.data[victim].bytes_per_s = 64_000
-            await asyncio.sleep(fault.hold_s)
-            it.network.data[victim].bytes_per_s = 0
-        case "flip in transit":
-            for conditions in it.network.data.values():
-                conditions.flips += 2
-            await asyncio.sleep(fault.hold_s)
-            for conditions in it.network.data.values():
-                conditions.flips = 0
+            it.network.end(fault.kind, victim)
+            await cluster.restart(victim)
+            it.lives.struck.discard(victim)
         case "flip at rest":
             flipped = it.disks.flip(victim, random, 64)
             await asyncio.sleep(fault.hold_s)
@@ -139,8 +146,10 @@ async def _inflict(it: SoakCluster, fault: Fault, random: Random) -> bool:
             it.disks.fill(victim)
             await asyncio.sleep(fault.hold_s)
             it.disks.empty(victim)
-        case _:
-            raise AssertionError(fault)
+        case kind:
+            it.network.begin(kind, victim)
+            await asyncio.sleep(fault.hold_s)
+            it.network.end(kind, victim)
     return True
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.namespaces import unavailable
 from bench.transport_cases.link_cases import codec_case, link_case
-from bench.transport_cases.shaped_link import shaped_link, unavailable
+from bench.transport_cases.shaped_link import shaped_link
 
 ROOT = Path(__file__).resolve().parents[2]
 
