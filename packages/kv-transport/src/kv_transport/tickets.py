@@ -127,24 +127,21 @@ class AgentMetadata(_Portable, frozen=True):
         return next((info for info in self.regions if info.region == region), None)
 
 
-class WriteGrant(_Portable, frozen=True):
-    """Leave to write into reserved slots. Ends by completion or by a fence, never by time.
+class _Ticket(_Portable, frozen=True):
+    """What a grant and a lease have in common: which slots of whose arena, for which layers and tokens.
 
     Position `i` is the `i`-th slot; it holds tokens `[seq_start + i * block_size, ...)` of the request.
 
     Attributes:
         ticket: random id, never used again.
-        node, incarnation: the receiver, whose memory it is.
+        node, incarnation: whose memory it is.
         request_id: what it is for.
-        region: the receiver's arena.
+        region: the owner's arena.
         slots, generations: one pair per position.
-        layer_start, layer_end: layers that will be written, end exclusive.
+        layer_start, layer_end: layers that will be moved, end exclusive.
         seq_start, seq_end: tokens covered, end exclusive.
-        form: how the receiver stores a block.
+        form: how the owner stores a block.
         num_slots: slots of the arena (with `form`, where each byte lies).
-        transports: schemes the receiver accepts; empty means any.
-        writer: the only node that may use it; empty means the first that opens it.
-        codecs: what the receiver accepts besides raw bytes (`Codec` values; unknown ones are never used).
     """
 
     ticket: int
@@ -160,12 +157,6 @@ class WriteGrant(_Portable, frozen=True):
     seq_end: int
     form: KVForm
     num_slots: int
-    transports: list[str] = []
-    writer: str = ""
-    codecs: list[str] = []
-
-    def __post_init__(self) -> None:
-        _check_ticket(self)
 
     @property
     def name(self) -> PeerName:
@@ -177,41 +168,46 @@ class WriteGrant(_Portable, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """KV bytes that complete it."""
+        """Bytes of KV in all positions and layers, as the owner stores them."""
         layers = self.layer_end - self.layer_start
         return len(self.slots) * layers * self.form.geometry().slot_layer_nbytes
 
     def blocks(self) -> list[BlockRef]:
-        """The receiver's references, in order of position."""
+        """The owner's references, in order of position."""
         return [
             BlockRef(RegionId(self.region), slot, Generation(generation))
             for slot, generation in zip(self.slots, self.generations, strict=True)
         ]
 
 
-class ReadGrant(_Portable, frozen=True):
-    """Leave to read blocks for some time: a lease. Same fields as `WriteGrant`; the holder is `node`.
+class WriteGrant(_Ticket, frozen=True):
+    """Leave to write into reserved slots. Ends by completion or by a fence, never by time.
 
-    Attributes:
+    Attributes, besides those of every ticket:
+        transports: schemes the receiver accepts; empty means any.
+        writer: the only node that may use it; empty means the first that opens it.
+        codecs: what the receiver accepts besides raw bytes (`Codec` values; unknown ones are never used).
+    """
+
+    transports: list[str] = []
+    writer: str = ""
+    codecs: list[str] = []
+
+    def __post_init__(self) -> None:
+        _check_ticket(self)
+
+
+class ReadGrant(_Ticket, frozen=True):
+    """Leave to read blocks for some time: a lease.
+
+    Attributes, besides those of every ticket:
         lease_index: where in the arena's lease table the holder says that it is still alive.
         lease_ms: how long it lives without renewal, from the moment it was made, by the holder's clock.
+        transports: schemes the holder offers; empty means any.
         codecs: what the holder can write besides raw bytes.
         fidelity: of what it holds.
     """
 
-    ticket: int
-    node: str
-    incarnation: int
-    request_id: str
-    region: int
-    slots: list[int]
-    generations: list[int]
-    layer_start: int
-    layer_end: int
-    seq_start: int
-    seq_end: int
-    form: KVForm
-    num_slots: int
     lease_index: int
     lease_ms: int
     transports: list[str] = []
@@ -222,27 +218,6 @@ class ReadGrant(_Portable, frozen=True):
         _check_ticket(self)
         if not 0 <= self.lease_index < limits.LEASES_MAX:
             raise InvalidDescriptor(what="lease index", value=self.lease_index, reason=f"at most {limits.LEASES_MAX}")
-
-    @property
-    def name(self) -> PeerName:
-        return PeerName(NodeId(self.node), Incarnation(self.incarnation))
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.slots)
-
-    @property
-    def total_bytes(self) -> int:
-        """KV bytes of a read of everything."""
-        layers = self.layer_end - self.layer_start
-        return len(self.slots) * layers * self.form.geometry().slot_layer_nbytes
-
-    def blocks(self) -> list[BlockRef]:
-        """The holder's references, in order of position."""
-        return [
-            BlockRef(RegionId(self.region), slot, Generation(generation))
-            for slot, generation in zip(self.slots, self.generations, strict=True)
-        ]
 
 
 def _check_ticket(ticket: WriteGrant | ReadGrant) -> None:
