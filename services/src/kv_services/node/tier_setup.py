@@ -10,7 +10,7 @@ from kv_prefix.events import Tier
 from kv_prefix.tiers.blocks import PlacedBlock, TierBlock
 from kv_prefix.tiers.cost import TierCost
 from kv_prefix.tiers.disk import DiskShape, DiskStore
-from kv_prefix.tiers.remote import RemoteStore, require_library
+from kv_prefix.tiers.remote import RemoteStore, require_usable
 from kv_prefix.tiers.spill import SpillQueue
 from kv_prefix.tiers.store import TierStore
 from kv_services.config import ClusterConfig, RemoteTierSection, Role, parse_bytes
@@ -45,7 +45,8 @@ def open_tiers(
         open_disk: makes the medium of the disk tier.
 
     Raises:
-        TierError: a tier cannot be used: its folder is in use, holds no block, or cannot be written.
+        TierError: a tier cannot be used: its folder is in use, holds no block, or cannot be written; the profile with
+            the object store's keys is not there.
         MissingExtraError: a remote tier is configured, and its library is not installed.
     """
     config = ctx.config
@@ -61,7 +62,7 @@ def open_tiers(
 
     remote = config.tiers.remote
     if remote is not None:
-        require_library()
+        require_usable(remote.url)
         ctx.tiers.keep_purges(PurgeFile(config.state_path / "lives", ctx.node.id))
         _open_remote(ctx, remote, shape, cluster)
 

@@ -39,3 +39,10 @@ class TierConfigError(TierError):
 
     code = 5054
     template = "tier {where}: {reason}"
+
+
+class AwsProfileError(TierError):
+    """The profile that the environment means cannot be used. Says no key and no line of a file."""
+
+    code = 5055
+    template = "AWS profile {profile!r}: {reason}"

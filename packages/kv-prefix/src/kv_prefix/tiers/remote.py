@@ -13,10 +13,12 @@ Two nodes that do the same at once, or one that comes back meanwhile, find objec
 
 The guarantees are the disk tier's (`disk` K1-K4): bytes before their record, the old record revoked before its bytes
 are replaced, every byte checked when it is read, never more than `size_bytes`. Credentials come from the environment,
-as each cloud's own tools take them (AWS_*, GOOGLE_*, AZURE_*), or from the machine's identity.
+as each cloud's own tools take them (AWS_*, GOOGLE_*, AZURE_*), from a profile of Amazon's (`aws_profile`), or from the
+machine's identity.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from kv_core.checksum import crc64
 from kv_core.errors import MissingExtraError
 from kv_core.namespace import HASH_SCHEME
 from kv_prefix.tiers import manifest
+from kv_prefix.tiers.aws_profile import ProfileKeys, find_profile
 from kv_prefix.tiers.blocks import PlacedBlock
 from kv_prefix.tiers.disk import DiskShape
 from kv_prefix.tiers.errors import TierConfigError, TierIOError
@@ -43,6 +46,9 @@ LISTED_MAX: Final = 1 << 22
 ABANDONED_AFTER_S: Final = 600.0
 ALIVE: Final = "alive"
 HEADER: Final = "header"
+
+_REGIONS: Final = frozenset({"AWS_REGION", "AWS_DEFAULT_REGION"})
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -102,6 +108,7 @@ class RemoteStore:
         Raises:
             MissingExtraError: obstore is not installed.
             TierConfigError: `url` names no store, or `size_bytes` holds no block.
+            AwsProfileError: the profile that the environment means cannot be used.
             TierIOError: the store does not answer, or refuses.
         """
         num_places = size_bytes // (shape.block_nbytes + shape.record_nbytes)
@@ -362,25 +369,38 @@ def _connect(url: str, endpoint: str) -> Any:
     obstore = _library()
     options: dict[str, Any] = {"timeout": REQUEST_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT}
     config: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    if url.startswith("s3://"):
+        environ = os.environ  # noqa: TID251 - credentials are where Amazon's tools look, never in a cluster file
+        profile = find_profile(environ)
+        if profile is not None and profile.keys is not None:
+            keys["credential_provider"] = ProfileKeys(environ)
+        if profile is not None and profile.region and not (_REGIONS & environ.keys()):
+            config["region"] = profile.region
+        given = next((environ[name] for name in _ENDPOINTS if environ.get(name)), "")
+        endpoint = endpoint or given or (profile.endpoint_url if profile is not None else "")
     if endpoint:
         options["allow_http"] = endpoint.startswith("http://")
-        config = {"endpoint": endpoint, "virtual_hosted_style_request": False}
+        config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
     retry = {"max_retries": RETRIES_MAX, "retry_timeout": REQUEST_TIMEOUT}
     try:
         if url.startswith("file://"):
             return obstore.store.LocalStore(url.removeprefix("file://"), mkdir=True)
-        return obstore.store.from_url(url, config=config or None, client_options=options, retry_config=retry)
+        return obstore.store.from_url(url, config=config or None, client_options=options, retry_config=retry, **keys)
     except (obstore.exceptions.BaseError, OSError, ValueError) as error:
         raise TierConfigError(where=url, reason=str(error).partition("\n")[0][:400]) from None
 
 
-def require_library() -> None:
-    """See at once whether a remote tier can be opened at all.
+def require_usable(url: str) -> None:
+    """See at once whether a remote tier can be opened at all, without asking its store.
 
     Raises:
         MissingExtraError: obstore is not installed.
+        AwsProfileError: the profile that the environment means cannot be used.
     """
     _library()
+    if url.startswith("s3://"):
+        find_profile(os.environ)  # noqa: TID251 - as above
 
 
 def _library() -> Any:
