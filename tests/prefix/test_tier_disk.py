@@ -1,11 +1,13 @@
 """The disk tier on a real folder: what survives, what is found damaged, what a full disk does."""
 
+import dataclasses
 import os
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -251,6 +253,67 @@ def test_a_manifest_that_cannot_grow_loses_only_the_newest(tmp_path: Path) -> No
     store.close()
     store, held = open_store(tmp_path, 64)
     assert [item.place for item in held] == [item.place for item in placed] + [60]
+    store.close()
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process grows, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+
+
+@pytest.mark.parametrize("cut_off", [0, 5, 400])
+def test_a_full_disk_opens_with_what_it_holds_and_takes_blocks_when_there_is_room(tmp_path: Path, cut_off: int) -> None:
+    fill(tmp_path, range(4))
+    path = tmp_path / "manifest"
+    raw = bytearray(path.read_bytes())
+    if cut_off:
+        raw[-cut_off] ^= 1  # the records from there on are not sound
+    path.write_bytes(raw)
+    newest, late = chain(prompt(9, 2))
+    with no_room():
+        store, held = open_store(tmp_path, 64)
+        assert 12 <= len(held) <= 16
+        assert read_back(store, held) == [content(item.block.sequence) for item in held]
+        with pytest.raises(TierFullError):
+            store.write(with_bytes([PlacedBlock(60, newest)]))
+    # There is room again: what is written follows the last sound record, and nothing of before follows it.
+    store.write(with_bytes([PlacedBlock(61, late)]))
+    store.close()
+    store, again = open_store(tmp_path, 64)
+    assert again == [*held, PlacedBlock(61, late)]
+    assert read_back(store, again) == [content(item.block.sequence) for item in again]
+    store.close()
+
+
+def test_a_full_disk_can_be_cleared_and_a_folder_of_another_shape_begins_anew_on_it(tmp_path: Path) -> None:
+    fill(tmp_path, range(4))
+    other = dataclasses.replace(SHAPE, name="another")
+    size = SPARE + 64 * ROOM
+    with no_room():
+        store, held = DiskStore.open(tmp_path, other, size)
+        assert held == []
+        store.close()
+    fill(tmp_path, range(4))
+    with no_room():
+        store, held = open_store(tmp_path, 64)
+        assert len(held) == 16
+        store.clear()
+        store.close()
+        store, held = open_store(tmp_path, 64)
+        assert held == []
+    (late,) = chain(prompt(9, 1))
+    store.write(with_bytes([PlacedBlock(3, late)]))
+    store.close()
+    store, again = open_store(tmp_path, 64)
+    assert again == [PlacedBlock(3, late)]
     store.close()
 
 

@@ -11,10 +11,13 @@ K1: a block is acknowledged when its bytes and then its record were written. Wha
 K2: a place's old record is revoked before its bytes are overwritten.
 K3: bytes that are not those that were sealed (CRC-64 of each layer), or are not all there, are absent.
 K4: blocks, manifest and its successor together never exceed `size_bytes`.
+K5: a full disk keeps no folder from opening: the manifest that is there is used as it is, up to its last sound record,
+    and made anew when there is room.
 """
 
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +41,8 @@ SPARE_RECORDS: Final = 64
 """Records by which a manifest may exceed twice its need, so that a nearly empty one is not copied at each write."""
 
 _Item = tuple[PlacedBlock, Cells]
+
+_log = logging.getLogger(__name__)
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -196,7 +201,9 @@ class DiskStore:
         """
         self._live.clear()
         try:
-            self._rewrite()
+            # A manifest that is cut needs no room; a new one might not get any.
+            os.ftruncate(self._manifest, 0)
+            self._manifest_end = self._num_records = 0
             os.ftruncate(self._blocks, 0)
         except OSError as error:
             raise self._translate("folder", error) from error
@@ -219,9 +226,11 @@ class DiskStore:
         records = manifest.read_frames(raw)
         first, end = next(records, (None, 0))
         placed: dict[int, PlacedBlock] = {}
+        num_records = 0
         if first == self._header():
             for record, position in records:
                 end = position
+                num_records += 1
                 match record:
                     case manifest.Stored(place, block):
                         # Pop first: the order of a dict is then the order of writing.
@@ -232,9 +241,9 @@ class DiskStore:
                             placed.pop(place, None)
                     case manifest.Header():
                         break
-            self.discarded = len(raw) - end
         else:
-            self.discarded = len(raw)
+            end = 0
+        self.discarded = len(raw) - end
         checks_nbytes = 8 * self._shape.num_layers
         kept = [
             item
@@ -247,8 +256,24 @@ class DiskStore:
         limit = self._num_places * self._shape.block_nbytes if kept else 0
         if os.fstat(self._blocks).st_size > limit:
             os.ftruncate(self._blocks, limit)
-        self._rewrite()
+        try:
+            self._rewrite()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._go_on_with(end, num_records)
+            _log.warning("manifest used as it is folder=%s blocks=%d cause=%s", self._folder, len(kept), error.strerror)
         return kept
+
+    def _go_on_with(self, end: int, num_records: int) -> None:
+        """Use the manifest that is there up to `end`; what lies behind goes, lest it follow a later record."""
+        fd = os.open(self._folder / "manifest", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, end)
+        except OSError:
+            os.close(fd)
+            raise
+        self._manifest, self._manifest_end, self._num_records = fd, end, num_records
 
     def _header(self) -> manifest.Header:
         shape = self._shape
@@ -273,6 +298,8 @@ class DiskStore:
         self._manifest, self._manifest_end, self._num_records = fd, len(frames), len(self._live)
 
     def _append(self, frames: bytes, num_records: int) -> None:
+        if not self._manifest_end:
+            frames = manifest.frame(self._header()) + frames
         try:
             _write_all(self._manifest, [memoryview(frames)], self._manifest_end)
         except OSError as error:
