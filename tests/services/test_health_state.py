@@ -122,7 +122,10 @@ def test_a_sample_is_what_a_process_exposes() -> None:
     metrics.transfer_failed("ConnectionLost")
     metrics.lag_versions.labels("prefill-1").set(4)
     metrics.lag_seconds.set(0.25)
-    sample = sample_of(D, metrics.expose(1).decode())
+    exposed = metrics.expose(1).decode()
+    assert 'kv_transfer_bytes_total{transport="shm"} 99000.0' in exposed
+    assert "kv_transfer_retries_total 1.0" in exposed
+    sample = sample_of(D, exposed)
     assert sample == HealthSample(
         D,
         reachable=True,

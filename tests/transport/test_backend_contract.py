@@ -37,6 +37,7 @@ from kv_transport.handover import Handover
 from kv_transport.inbound import Inbound
 from tests.transport.helpers_backends import BACKENDS, Place
 from tests.transport.helpers_transport import LARGE, NO_RESERVE, SMALL, Node, eventually, introduce
+from tests.transport.helpers_ucp import only_ucp, replace_opener
 
 REQUEST = RequestId("request-1")
 BLOCKS = 4
@@ -49,9 +50,18 @@ QUICK: dict[str, int] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+BY_UCP = "ucx by ucp"
+"""`ucx` over the older binding, as far as its stand-in goes."""
+
+
+@pytest.fixture(params=[*BACKENDS, BY_UCP])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     name: TransportName = request.param
+    if request.param == BY_UCP:
+        if "asyncio" in request.node.name:
+            pytest.skip("runs on uvloop")  # a binding opens UCX and does nothing on a loop
+        replace_opener(monkeypatch, only_ucp)
+        name = "ucx"
     return Place(name, tmp_path, MemoryNetwork(1))
 
 
@@ -357,7 +367,7 @@ async def test_closing_an_agent_ends_what_is_under_way_with_a_typed_error(place:
             await eventually(lambda: receiver.agent.inventory().of("session") == () and idle(receiver))
 
 
-async def test_what_is_there_is_listed_with_its_owner(place: Place) -> None:
+async def test_what_is_there_is_listed_with_its_owner(place: Place, request: pytest.FixtureRequest) -> None:
     async with place.pair() as (sender, receiver):
         grant, inbound = granted(receiver)
         handover = sender.engine.open_handover(REQUEST, grant)
@@ -371,6 +381,7 @@ async def test_what_is_there_is_listed_with_its_owner(place: Place) -> None:
         assert (session.ident, session.owner) == (place.transport, "prefill#1")
         assert (held.owner, held.state) == (REQUEST, "open")
         assert mine.ident == place.transport and mine.state
+        assert mine.state.startswith("ucp ") is (BY_UCP in request.node.name)
         (peer,) = sender.agent.stats().peers
         assert peer.transports == (place.transport,) and peer.preferred == place.transport
         await handover.cancel()

@@ -7,8 +7,9 @@ import pytest
 
 from kv_core.block import BlockGeometry, Layout
 from kv_core.ids import RequestId
+from kv_transport import XferState
 from kv_transport.config import TransportName
-from kv_transport.errors import InvalidDescriptor, LeaseEnded, StaleGeneration
+from kv_transport.errors import InvalidDescriptor, LeaseEnded, StaleGeneration, TransferCancelled
 from tests.transport.helpers_transport import LARGE, SMALL, eventually, pair
 
 REQUEST = RequestId("shared-prefix")
@@ -91,3 +92,27 @@ async def test_blocks_without_checksums_cannot_be_leased(tmp_path: Path) -> None
         refs = holder.filled(1, seed=6, sealed=False)
         with pytest.raises(InvalidDescriptor, match="not sealed"):
             holder.engine.lease_reads(REQUEST, refs, seq_start=0, seq_end=8, lease_ms=1_000)
+
+
+async def test_a_fetch_that_is_cancelled_says_so_and_lets_its_memory_go(
+    transport: TransportName, tmp_path: Path
+) -> None:
+    async with pair(transport, tmp_path, geometry=LARGE, slots=16, unit_bytes=1 << 18) as (holder, reader):
+        source = holder.filled(4, seed=6)
+        tokens = 4 * LARGE.block_size
+        grant = holder.engine.lease_reads(REQUEST, source, seq_start=0, seq_end=tokens, lease_ms=60_000)
+        future = reader.engine.fetch(grant, reader.blocks(4))
+        future.cancel()
+        future.cancel()
+        with pytest.raises(TransferCancelled):
+            await future.wait(10_000)
+        with pytest.raises(TransferCancelled):
+            await future.layer_ready(0)
+        assert future.state is XferState.FAILED and not reader.agent.inventory().work
+        into = reader.blocks(4)
+        again = reader.engine.fetch(grant, into)
+        stats = await again.wait(10_000)
+        again.cancel()  # it is over
+        assert again.state is XferState.DONE and await again.wait() == stats
+        assert reader.content(into) == holder.content(source)
+        holder.engine.release_lease(grant.ticket)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -20,14 +19,14 @@ from kv_core.errors import KVError, MissingExtraError
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_transport import Access, TransferAgent, TransportConfig, XferDesc, XferOp, XferState
 from kv_transport.auth import SessionKeys
-from kv_transport.backends import ucx as ucx_module
-from kv_transport.backends.ucx_binding import UcxBinding, UcxDevices, network_devices, open_binding, parse_devices
+from kv_transport.backends.ucx_binding import UcxDevices, network_devices, parse_devices
 from kv_transport.backends.ucx_wire import UcxConnection, split, unpack_hello, unpack_reply
 from kv_transport.descriptors import Run
 from kv_transport.errors import AuthenticationFailed, BackendUnavailable, FrameRefused
 from kv_transport.regions import SharedBuffer
 from kv_transport.units import Unit
 from tests.transport.helpers_transport import NO_RESERVE, SMALL, config, eventually, introduce, node, pair
+from tests.transport.helpers_ucp import nothing_installed, only_ucp, replace_opener
 
 INFO = """#
 #            md 1  :  component 1  tcp
@@ -35,51 +34,6 @@ INFO = """#
 #      resource 1  :  md 1  dev 1  flags -- tcp/eth0
 """
 WITH_RDMA = INFO + "#      resource 2  :  md 2  dev 2  flags -- rc_mlx5/mlx5_0:1\n"
-
-
-class StandInContext:
-    """ucx-py's `UCXContext` as far as it is used, over ucxx: `info` is a method there, the arguments are the same."""
-
-    def __init__(self, config_dict: dict[str, str], feature_flags: tuple[object, ...]) -> None:
-        import ucxx._lib.libucxx as real
-
-        self.real = real.UCXContext(config_dict, feature_flags)
-        self.handle = self.real.handle
-
-    def info(self) -> str:
-        return str(self.real.info)
-
-
-class StandInWorker:
-    """ucx-py's `UCXWorker`: made of a context alone."""
-
-    def __init__(self, context: StandInContext) -> None:
-        import ucxx._lib.libucxx as real
-
-        self.real = real.UCXWorker(context.real, enable_delayed_submission=False, enable_python_future=False)
-        self.handle = self.real.handle
-
-
-def only_ucp(name: str) -> ModuleType:
-    """An installation with ucx-py and without ucxx."""
-    if name != "ucp._libs.ucx_api":
-        raise ModuleNotFoundError(name)
-    import ucxx._lib.libucxx as real
-
-    module = ModuleType(name)
-    vars(module).update(Feature=real.Feature, UCXContext=StandInContext, UCXWorker=StandInWorker)
-    return module
-
-
-def nothing_installed(name: str) -> ModuleType:
-    raise ModuleNotFoundError(name)
-
-
-def replace_opener(monkeypatch: pytest.MonkeyPatch, import_module: object) -> None:
-    def opener(options: dict[str, str]) -> UcxBinding:
-        return open_binding(options, import_module)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ucx_module.UcxBackend.__init__, "__kwdefaults__", {"bindings": opener})
 
 
 async def test_the_older_binding_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
