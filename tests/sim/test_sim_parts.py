@@ -15,11 +15,22 @@ from kv_services.life import LifeFile, LifeFileError
 from kv_services.sim.causality import CausalOracle
 from kv_services.sim.disk import SimDisk
 from kv_services.sim.loop import SimLoop, context_of, run_simulated
+from kv_services.sim.streams import stream
 
 A, B = NodeId("a"), NodeId("b")
 LIFE_A, LIFE_B = Origin(A, Incarnation(1)), Origin(B, Incarnation(1))
 REQUEST = RequestId("r")
 OWNER = OwnerEpoch(1, LIFE_A)
+
+
+def test_a_draw_more_of_one_concern_shifts_no_other() -> None:
+    alone = stream(3, "network")
+    expected = [alone.random() for _ in range(5)]
+    between, again = stream(3, "chaos"), stream(3, "network")
+    drawn = [(between.random(), again.random()) for _ in range(5)]
+    assert [second for _, second in drawn] == expected
+    for other in (stream(3, "chaos"), stream(4, "network")):
+        assert [other.random() for _ in range(5)] != expected
 
 
 def test_a_node_that_stands_still_does_nothing_and_then_goes_on_in_order() -> None:
