@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_prefix.tiers import aws_profile
+from kv_prefix.tiers import aws_profile, remote
 from kv_prefix.tiers.aws_profile import AwsKeys, ProfileKeys, find_profile
 from kv_prefix.tiers.blocks import PlacedBlock
 from kv_prefix.tiers.catalog import TierCatalog
@@ -247,6 +247,23 @@ def test_replaced_keys_are_taken_up_and_broken_ones_cost_hits_not_the_process(
         store.close()
     told = str(gone.value) + caplog.text
     assert "AWS profile 'mine'" in told and SECRET not in told and "hidden" not in told
+
+
+def test_region_and_endpoint_are_those_of_the_environment_then_of_the_profile(
+    files: Callable[..., Environ], use: Callable[[Environ], None]
+) -> None:
+    pytest.importorskip("obstore")
+    said = "region = eu-west-1\nendpoint_url = http://profile:9\n"
+    use(files(f"[mine]\n{KEYS}{said}", AWS_PROFILE="mine"))
+    assert remote._connect("s3://bucket/x", "").config.items() >= {
+        ("region", "eu-west-1"),
+        ("endpoint", "http://profile:9"),
+    }
+    use({"AWS_REGION": "us-west-2", "AWS_ENDPOINT_URL_S3": "http://environment:9"})
+    found = remote._connect("s3://bucket/x", "").config
+    # What is not said here the library takes from the environment itself.
+    assert "region" not in found and found["endpoint"] == "http://environment:9"
+    assert remote._connect("s3://bucket/x", "http://given:9").config["endpoint"] == "http://given:9"
 
 
 def test_a_missing_profile_is_refused_before_the_store_is_asked(

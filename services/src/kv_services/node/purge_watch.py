@@ -38,7 +38,11 @@ class PurgeWatch:
 
     def follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
         """Something of this namespace is held; `epoch`: the purges that it followed, all so far unless told."""
-        if namespace in self._seen:
+        before = self._seen.get(namespace)
+        if before is not None:
+            if epoch is not None and epoch < before:
+                # It was on its way while nothing of its namespace was watched, or comes from elsewhere.
+                self._seen[namespace], self._looked_at = epoch, -1
             return
         now = self._manager.namespace_epoch(namespace)
         self._seen[namespace] = now if epoch is None else min(now, epoch)

@@ -181,8 +181,7 @@ class Tiers:
             if not self._replica.manager.ready:
                 return
             self._start()
-        for digest, epoch in self.watch.purged():
-            self._purge(digest, epoch)
+        self._purge_those_due()
         if self._purges is not None:
             self._purges.tick()
         self._open_those_due()
@@ -197,7 +196,7 @@ class Tiers:
             self._begin(tier)
 
     def _begin(self, tier: NodeTier) -> None:
-        tier.start(self._keep)
+        tier.start(self.may_serve)
         stats = tier.catalog.stats()
         _log.info("tier opened tier=%s blocks=%d limit=%d", tier.name, stats.stored, stats.limit)
 
@@ -222,13 +221,19 @@ class Tiers:
             opened.store.close()
             return
         tier = later.make_tier(opened)
-        # What memory holds already was told before this tier was there to hear it.
+        # What memory holds already was told before this tier was there to hear it. What is purged must have left it by
+        # then: the snapshot counts as stored now, after every purge that was heard of.
+        self._purge_those_due()
         tier.queue.observe(self._pool.snapshot())
         self.tiers.append(tier)
         self._begin(tier)
 
     def _holds(self, namespace: bytes) -> bool:
         return self._pool.has_any(namespace) or any(tier.catalog.has_any(namespace) for tier in self.tiers)
+
+    def _purge_those_due(self) -> None:
+        for digest, epoch in self.watch.purged():
+            self._purge(digest, epoch)
 
     def _purge(self, digest: bytes, epoch: int) -> None:
         count = self._pool.purge(digest)
