@@ -1,9 +1,10 @@
 """`KVCacheTransferEngine`: moves the KV of requests between arenas, layer by layer, shallow layers first.
 
-Four occasions use it: hand-over from prefill to decode, nodes joining or leaving, promotion from a slower tier, and
-reading a shared prefix. Two directions: a receiver grants writes into slots it reserved (`grant_writes`, `expect`) and
-a sender fills them (`open_handover`, `transfer_for_decode`); or a holder leases reads (`lease_reads`) and a reader
-fetches (`fetch`).
+Whatever moves KV from one process to another uses it: hand-over from prefill to decode, nodes joining or leaving, and
+reading a shared prefix, be it in the holder's memory or in a slower tier that it is brought up from first. A node's own
+tiers are files and objects: blocks go down and up between those and their slots without it. Two directions: a receiver
+grants writes into slots it reserved (`grant_writes`, `expect`) and a sender fills them (`open_handover`,
+`transfer_for_decode`); or a holder leases reads (`lease_reads`) and a reader fetches (`fetch`).
 """
 
 import asyncio
