@@ -75,7 +75,8 @@ sim: setup ## Simulate a whole cluster under seeded faults (SEED=1 SEEDS=1)
 pythons: setup ## Environments of this machine's other Pythons, on which simulated runs must have equal digests
 	@$(BIN)/python -m tests.sim.other_pythons
 
-soak: setup ## Real processes under load and faults of every kind (MINUTES=3 SEED=1); the last line is JSON
+soak: setup ## Seeds of the simulator (SEED=1 SEEDS=1), then real processes under load and faults (MINUTES=3); the last line is JSON
+	@$(BIN)/kvctl sim --seed $(SEED) --seeds $(SEEDS)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) $(SOAK_ARGS)
 
 tiers: setup $(TESTED) ## Kill a process that stores to disk again and again (KILLS=100)
