@@ -790,8 +790,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-#define CRC64_CAPSULE_NAME "crc64"
-#define CRC64_CAPSULE "kv_transport._kernels." CRC64_CAPSULE_NAME
+/* A function for the package's other compiled parts. */
+static int offer(PyObject *module, void *function, const char *name, const char *full_name)
+{
+    PyObject *capsule = PyCapsule_New(function, full_name, NULL);
+    if (capsule == NULL)
+        return -1;
+    int failed = PyModule_AddObjectRef(module, name, capsule);
+    Py_DECREF(capsule);
+    return failed;
+}
 
 static int prepare(PyObject *module)
 {
@@ -802,16 +810,9 @@ static int prepare(PyObject *module)
     make_constants();
 #endif
     detect(1, 1, 1);
-    /* `_stream_io` sums with the same function. */
-    PyObject *capsule = PyCapsule_New((void *)sum, CRC64_CAPSULE, NULL);
-    if (capsule == NULL)
+    if (offer(module, (void *)sum, "crc64", "kv_transport._kernels.crc64") < 0)
         return -1;
-    if (PyModule_AddObjectRef(module, CRC64_CAPSULE_NAME, capsule) < 0) {
-        Py_DECREF(capsule);
-        return -1;
-    }
-    Py_DECREF(capsule);
-    return 0;
+    return offer(module, (void *)copy_and_sum_both, "copy_and_sum_both", "kv_transport._kernels.copy_and_sum_both");
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};

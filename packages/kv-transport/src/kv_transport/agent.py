@@ -159,6 +159,8 @@ class TransferAgent:
 
     def deregister_memory(self, region: RegionId) -> None:
         """Forget a region. Raises `InvalidDescriptor` while a grant, lease or transfer uses it."""
+        for peer in self._peers.values():
+            peer.take_answers()
         self.regions.remove(region)
 
     # Peers.

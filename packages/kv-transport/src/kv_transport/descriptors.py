@@ -30,13 +30,14 @@ class Run:
 class Cells:
     """Cells in order: offset on our side, offset on the peer's, length. Not to be changed."""
 
-    __slots__ = ("_runs", "_sizes", "_tables", "local", "nbytes", "remote", "sizes")
+    __slots__ = ("_runs", "_sizes", "_tables", "first_local", "local", "nbytes", "remote", "sizes")
 
     def __init__(self, local: IntArray, remote: IntArray, sizes: IntArray) -> None:
         self.local: Final = local
         self.remote: Final = remote
         self.sizes: Final = sizes
         self.nbytes: Final = int(sizes.sum())
+        self.first_local: Final = int(local[0]) if len(local) else 0
         self._runs: list[int] = []
         self._sizes: list[int] = []
         self._tables: dict[bool, IntArray] = {}

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_transport.backends.base import Link
+from kv_transport.codec_choice import CodecPolicy
 from kv_transport.errors import TransferTimeout
 from kv_transport.types import TransferPriority, TransferStats, XferState
 from kv_transport.units import Unit
@@ -51,19 +52,54 @@ class Posting(Protocol):
     async def released(self) -> None: ...
 
 
+class DirectHost(Protocol):
+    """Who makes direct posts: their peer."""
+
+    def direct_settled(self, post: "DirectPost", error: KVError | None) -> None: ...
+
+
 class DirectPost:
-    """See the module. Implements `Posting`; lives on the loop, made and ended by `Peer`."""
+    """See the module. Implements `Posting`; lives on the loop, made and ended by `Peer`.
 
-    __slots__ = ("_clock", "_heir", "_link", "_settled", "_started_ns", "_stats", "name", "on_release", "unit")
+    The answer may lie where nobody is told of it (`Link.take_answers`): whoever asks how it stands looks there first.
+    """
 
-    def __init__(self, name: str, unit: Unit, link: Link, clock: Clock, on_release: Callable[[Posting], None]) -> None:
+    __slots__ = (
+        "_clock",
+        "_ended_ns",
+        "_heir",
+        "_host",
+        "_link",
+        "_settled",
+        "_started_ns",
+        "key",
+        "name",
+        "on_release",
+        "policy",
+        "unit",
+    )
+
+    def __init__(
+        self,
+        host: DirectHost,
+        key: int,
+        name: str,
+        unit: Unit,
+        link: Link,
+        clock: Clock,
+        policy: Callable[[], CodecPolicy],
+        on_release: Callable[[Posting], None],
+    ) -> None:
+        self.key: Final = key
         self.name: Final = name
         self.unit: Final = unit
+        self.policy: Final = policy
         self.on_release: Final = on_release
+        self._host = host
         self._link = link
         self._clock = clock
         self._started_ns = clock.monotonic_ns()
-        self._stats: TransferStats | None = None
+        self._ended_ns = 0
         self._heir: Posting | None = None
         self._settled: asyncio.Event | None = None
 
@@ -84,10 +120,15 @@ class DirectPost:
         return self._link if self._heir is None else self._heir.link
 
     @property
+    def first_link(self) -> Link:
+        """The one that it was posted to."""
+        return self._link
+
+    @property
     def state(self) -> XferState:
-        if self._heir is not None:
-            return self._heir.state
-        return XferState.POSTED if self._stats is None else XferState.DONE
+        if self._heir is None and self.at_rest:
+            return XferState.DONE
+        return XferState.POSTED if self._heir is None else self._heir.state
 
     @property
     def error(self) -> KVError | None:
@@ -95,16 +136,28 @@ class DirectPost:
 
     @property
     def at_rest(self) -> bool:
-        return self._heir.at_rest if self._heir is not None else self._stats is not None
+        if not self._ended_ns and self._heir is None:
+            self._link.take_answers()
+        return self._ended_ns > 0 or (self._heir is not None and self._heir.at_rest)
 
     def stats(self) -> TransferStats:
         if self._heir is not None:
             return self._heir.stats()
-        return self._stats or TransferStats(duration_ns=self._clock.monotonic_ns() - self._started_ns)
+        if not self._ended_ns:
+            return TransferStats(duration_ns=self._clock.monotonic_ns() - self._started_ns)
+        nbytes = self.unit.nbytes
+        return TransferStats(
+            nbytes=nbytes,
+            wire_nbytes=nbytes,
+            units=1,
+            transports={self._link.scheme: nbytes},
+            duration_ns=self._ended_ns - self._started_ns,
+            codecs={"none": 1},
+        )
 
     async def wait(self, timeout_ms: int | None) -> TransferStats:
         """As `Flow.wait`."""
-        if timeout_ms is None:
+        if timeout_ms is None or self.at_rest:
             await self.released()
         else:
             try:
@@ -119,26 +172,24 @@ class DirectPost:
 
     async def released(self) -> None:
         """As `Flow.released`."""
-        if self._stats is None and self._heir is None:
-            if self._settled is None:
-                self._settled = asyncio.Event()
-            await self._settled.wait()
+        if not self.at_rest and self._heir is None:
+            self._link.want_answers()
+            if not self._ended_ns and self._heir is None:
+                if self._settled is None:
+                    self._settled = asyncio.Event()
+                await self._settled.wait()
         if self._heir is not None:
             await self._heir.released()
 
     # For the peer.
 
+    def settled(self, error: KVError | None) -> None:
+        """The link is done with it."""
+        self._host.direct_settled(self, error)
+
     def landed(self) -> None:
         """Its bytes are verified at their destination."""
-        nbytes = self.unit.nbytes
-        self._stats = TransferStats(
-            nbytes=nbytes,
-            wire_nbytes=nbytes,
-            units=1,
-            transports={self._link.scheme: nbytes},
-            duration_ns=self._clock.monotonic_ns() - self._started_ns,
-            codecs={"none": 1},
-        )
+        self._ended_ns = self._clock.monotonic_ns() or 1
         self.on_release(self)
         self._wake()
 

@@ -188,7 +188,11 @@ class Sums(_Frame, frozen=True, tag=18):
     header: bytes = b""
 
 
-FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye | Sums
+class Answers(_Frame, frozen=True, tag=19):
+    """Initiator, shared memory: beside this first frame is a page in which puts are answered; see `doorbell`."""
+
+
+FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye | Sums | Answers
 FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye | Sums
 Frame = FromInitiator | FromOwner
 

@@ -39,7 +39,7 @@ from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import PeerHistory
-from kv_transport.ticket_checks import check_plain_unit, codec_of, require_generations, unpack_checks
+from kv_transport.ticket_checks import check_open_piece, check_plain_unit, codec_of, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
 from kv_transport.unit_header import check_header, combined, ticket_header
@@ -291,6 +291,26 @@ class Ledger:
         except KVError:
             self.refusals += 1
             raise
+
+    def place_piece(
+        self, session: Session, put: int, region: int, offset: int, nbytes: int, nonce: int, notif: bytes
+    ) -> None:
+        """`place` of one piece of an open region, whose header was found to be right; on the loop.
+
+        Raises:
+            GrantRefused, ReplayedNonce, ForgottenPut, FrameRefused, UnknownRegion, InvalidDescriptor.
+        """
+        try:
+            with self._lock:
+                history = self._history(session.peer)
+                history.nonces.use(nonce)
+                check_open_piece(self._regions, region, offset, nbytes, session.peer)
+                fresh = notif and history.puts.announce(put)
+        except KVError:
+            self.refusals += 1
+            raise
+        if fresh:
+            self._on_notif(session.peer.node, notif)
 
     def _admit_granted(self, session: Session, head: UnitHead, checksum: int) -> Landing:
         entry = self._grants.get(head.ticket)

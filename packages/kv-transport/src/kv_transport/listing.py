@@ -1,6 +1,6 @@
 """Lists what an agent holds: everything alive, with its owner."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kv_transport.backends.base import Backend
 from kv_transport.leases import LeaseKeeper
@@ -11,9 +11,11 @@ from kv_transport.stats import PeerStats
 
 
 def inventory_of(
-    regions: RegionTable, ledger: Ledger, leases: LeaseKeeper, peers: Iterable[Peer], backends: Iterable[Backend]
+    regions: RegionTable, ledger: Ledger, leases: LeaseKeeper, peers: Collection[Peer], backends: Iterable[Backend]
 ) -> Inventory:
     """Every region, transport, peer, link, session, grant, lease, quarantine and transfer."""
+    for peer in peers:
+        peer.take_answers()
     items = [
         InventoryItem(
             kind="region",
@@ -97,6 +99,7 @@ def _of_ledger(ledger: Ledger, leases: LeaseKeeper) -> list[InventoryItem]:
 
 def peer_stats(peer: Peer, backends: Iterable[Backend]) -> PeerStats:
     """The figures of one peer."""
+    peer.take_answers()
     reasons = []
     preferred = ""
     for backend in backends:

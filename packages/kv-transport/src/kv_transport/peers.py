@@ -138,24 +138,33 @@ class Peer:
         overtaken; None where that is not so. `policy` is for the flow that takes over if it comes back.
         """
         link = self._standing_link(None)
-        key = self._serial + 1
-        if link is None or not link.moves_at_once(unit) or not self._scheduler.pass_through(key):
+        if link is None or not link.moves_at_once(unit):
             return None
+        key = self._serial + 1
+        if not self._scheduler.pass_through(key):
+            # What is in flight may have been answered without a word.
+            link.take_answers()
+            key = self._serial + 1
+            if link.lost is not None or not self._scheduler.pass_through(key):
+                return None
         self._serial = key
-        post = self._direct[key] = DirectPost(name, unit, link, self._around.clock, on_release)
-        link.post(unit, partial(self._direct_settled, key, post, link, policy))
+        post = self._direct[key] = DirectPost(self, key, name, unit, link, self._around.clock, policy, on_release)
+        link.post_quietly(unit, post.settled)
         return post
 
-    def _direct_settled(
-        self, key: int, post: DirectPost, link: Link, policy: Callable[[], CodecPolicy], error: KVError | None
-    ) -> None:
-        self._scheduler.settle(key)
-        del self._direct[key]
+    def direct_settled(self, post: DirectPost, error: KVError | None) -> None:
+        self._scheduler.settle(post.key)
+        del self._direct[post.key]
         if error is None:
             post.landed()
         else:
-            post.give_way(self._take_over(post, link, policy(), error))
+            post.give_way(self._take_over(post, post.first_link, post.policy(), error))
         self._pump()
+
+    def take_answers(self) -> None:
+        """Look for answers that came without a word, before somebody is told what there is."""
+        for link in list(self._links.values()):
+            link.take_answers()
 
     def _take_over(self, post: DirectPost, link: Link, policy: CodecPolicy, error: KVError) -> Flow:
         """A flow in the state in which it would be, had it posted that unit."""
@@ -219,6 +228,10 @@ class Peer:
                     self._post(key)
         finally:
             self._pumping = False
+        if self._direct and len(self._scheduler):
+            # Something waits for a place in the window that a put holds which nobody may be waiting for.
+            for link in list(self._links.values()):
+                link.want_answers()
 
     def _post(self, key: int) -> None:
         flow, unit_id = self._keys.pop(key)

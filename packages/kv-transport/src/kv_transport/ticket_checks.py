@@ -63,6 +63,29 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     return offsets, sizes
 
 
+def check_open_piece(regions: RegionTable, region: int, offset: int, nbytes: int, peer: PeerName) -> MemoryRegion:
+    """One piece of a region that is open for writing.
+
+    Raises:
+        UnknownRegion, GrantRefused, InvalidDescriptor: it lies outside.
+        FrameRefused: it is longer than a unit.
+    """
+    found = open_region(regions, region)
+    if nbytes < 1 or offset < 0 or offset + nbytes > found.nbytes:
+        check_piece(XferDesc(RegionId(region), offset, nbytes), found.nbytes)
+    if nbytes > limits.UNIT_BYTES_MAX:
+        raise FrameRefused(peer=str(peer), reason=f"a unit of {nbytes} bytes")
+    return found
+
+
+def open_region(regions: RegionTable, region: int) -> MemoryRegion:
+    """Raises `UnknownRegion`, or `GrantRefused` for one that is not open for writing."""
+    found = regions.get(region)
+    if found.access is not Access.WRITE:
+        raise GrantRefused(ticket=0, reason=f"region {region} is not open for writing")
+    return found
+
+
 def codec_of(session: Session, head: UnitHead) -> Codec:
     """How a unit is written. Raises `FrameRefused` for a codec that is none, or that its transport does not use."""
     if not head.codec:
@@ -85,9 +108,7 @@ def check_plain_unit(
     Raises:
         UnknownRegion, GrantRefused, FrameRefused, InvalidDescriptor, ChecksumMismatch.
     """
-    region = regions.get(head.region)
-    if region.access is not Access.WRITE:
-        raise GrantRefused(ticket=0, reason=f"region {head.region} is not open for writing")
+    region = open_region(regions, head.region)
     codec = codec_of(session, head)
     if codec is not Codec.NONE and not codec.lossless:
         raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")

@@ -35,6 +35,7 @@ class Unit:
         codec: how its payload is to be written by a transport that encodes; `codec_required`: that, or an error.
         sent_codec, wire_nbytes, lz4_ratio: what became of the latest attempt.
         far_checks: after a write through a lossy codec, the CRC-64 of each cell as the peer has it; else empty.
+        message: for `doorbell.put`, made when it is first needed.
     """
 
     op: XferOp
@@ -56,6 +57,7 @@ class Unit:
     wire_nbytes: int = 0
     lz4_ratio: float | None = None
     far_checks: Sequence[int] = ()
+    message: bytearray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +92,14 @@ class Unit:
         """Of a cell on the wire, None for plain bytes."""
         return self.ticket.form.geometry() if self.ticket is not None else None
 
+    @property
+    def source_offset(self) -> int:
+        """Where its first cell is in our memory."""
+        return self.cells.first_local
+
     def sample(self, nbytes_max: int) -> memoryview:
         """The beginning of its first cell."""
-        offset, size = int(self.cells.local[0]), int(self.cells.sizes[0])
+        offset, size = self.cells.first_local, int(self.cells.sizes[0])
         return self.local.data_view[offset : offset + min(size, nbytes_max)]
 
     def begin(self) -> None:

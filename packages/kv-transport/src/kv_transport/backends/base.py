@@ -125,6 +125,22 @@ class Link(abc.ABC):
 
     def post(self, unit: Unit, settle: SettleUnit) -> None:
         """Begin a unit. `settle(None)` when it is verified at its destination, else with the reason."""
+        self._begin(self._enlist(unit, settle), unit)
+
+    def post_quietly(self, unit: Unit, settle: SettleUnit) -> None:
+        """The same, but that it is settled may only be found by `take_answers`, unless somebody `wants_answers`."""
+        self.post(unit, settle)
+
+    def take_answers(self) -> None:
+        """Settle the quiet units that the peer has accepted."""
+        return  # none are quiet here
+
+    def want_answers(self) -> None:
+        """The same, now and as they come: somebody waits for them."""
+        self.take_answers()
+
+    def _enlist(self, unit: Unit, settle: SettleUnit) -> int:
+        """The number of a unit that is about to be posted."""
         if self.lost is not None:
             raise self.lost
         self._seq += 1
@@ -132,8 +148,9 @@ class Link(abc.ABC):
         if not self._posted and not self._asked:
             self._heard_ns = now  # silence counts from when there is something to answer
         self._posted[self._seq] = _Posted(unit, settle, now)
-        self._arm()
-        self._begin(self._seq, unit)
+        if self._timer is None:
+            self._arm()
+        return self._seq
 
     def ask_open(self, ticket: int, fidelity: Fidelity = EXACT) -> asyncio.Future[FromOwner]:
         """Announce that we write under a grant, and what; `opened` takes the answer. Raises what ended the link."""
@@ -171,6 +188,7 @@ class Link(abc.ABC):
         """Break the link: every unit is settled with `error` as soon as its memory is free. Idempotent."""
         if self.lost is not None:
             return
+        self.take_answers()  # the peer's last words count
         self.lost = error
         if self._timer is not None:
             self._timer.cancel()
@@ -186,6 +204,7 @@ class Link(abc.ABC):
     async def close(self) -> None:
         """End the link in good order if it still stands; returns when no memory is in use. Idempotent."""
         if self.lost is None:
+            self.take_answers()
             if not self._posted:
                 self._send(Bye())
             self.fail(ConnectionLost(peer=str(self.peer), transport=self.scheme, cause="closed here"))
@@ -300,6 +319,7 @@ class Link(abc.ABC):
 
     def _tick(self) -> None:
         self._timer = None
+        self.take_answers()
         if self.lost is not None or not self._active():
             return
         config, now = self._around.config, self._around.clock.monotonic_ns()

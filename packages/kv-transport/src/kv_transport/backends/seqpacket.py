@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from kv_transport import limits
+from kv_transport import doorbell, limits
 from kv_transport.poster import LoopPoster
 
 BACKLOG_FRAMES_MAX: Final = 16 * 1024
@@ -88,6 +88,21 @@ class FrameSocket:
             self._poster.post(partial(self._end, "it reads nothing"))
         else:
             self._poster.run(self._watch_writable)
+
+    def put(
+        self, to: memoryview, source: memoryview, offset: int, text: bytearray, seq: int, number: int, nonce: int
+    ) -> bool:
+        """`doorbell.put`, its message in order with what is sent. False if what arrived is damaged: nothing is sent."""
+        with self._lock:
+            fd = -1 if self._closed or self._backlog else self._fd
+            try:
+                outcome = doorbell.put(fd, to, source, offset, text, seq, number, nonce)
+            except OSError as error:
+                self._poster.post(partial(self._end, os.strerror(error.errno or 0)))
+                return True
+        if outcome == doorbell.WAITS:
+            self.send(bytes(text))
+        return outcome != doorbell.DAMAGED
 
     def close(self) -> None:
         """Idempotent; on the loop."""

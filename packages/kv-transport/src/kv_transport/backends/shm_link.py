@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 
 from kv_core.errors import KVError, LocalProtocolError
-from kv_transport import limits
+from kv_transport import doorbell, limits
 from kv_transport.arena import ArenaView, map_arena
-from kv_transport.backends.base import Link, LinkOwner, Surroundings
+from kv_transport.backends.base import Link, LinkOwner, SettleUnit, Surroundings
 from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
+from kv_transport.doorbell import PLACES, AnswersWanted
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
@@ -22,7 +23,7 @@ from kv_transport.errors import (
     GrantRefused,
     LeaseEnded,
 )
-from kv_transport.frames import Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
+from kv_transport.frames import Answers, Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
 from kv_transport.regions import MappedBuffer
 from kv_transport.ticket_checks import require_generations
 from kv_transport.tickets import AgentMetadata, ReadGrant
@@ -58,6 +59,10 @@ class ShmLink(Link):
         self._jobs_lock = threading.Lock()
         self._jobs = 0
         self._busy: dict[int, int] = {}
+        self._page = AnswersWanted.create()
+        self._quiet: dict[int, int] = {}  # place on the page -> the put that will be answered there
+        if self._page is not None:
+            self._socket.send(encode(Answers()), [self._page.fileno()])
 
     # Mapping.
 
@@ -110,6 +115,62 @@ class ShmLink(Link):
             else:
                 self._start(seq, unit, self._maps[key])
 
+    # Small puts.
+
+    def post_quietly(self, unit: Unit, settle: SettleUnit) -> None:
+        """Moves a put of one piece in one call; see `doorbell`."""
+        memory = self._maps.get((unit.region, True))
+        if memory is None or unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells.sizes) != 1:
+            self.post(unit, settle)
+            return
+        seq = self._enlist(unit, settle)
+        if self._page is not None:
+            if seq % PLACES in self._quiet:
+                self.take_answers()
+            if self._quiet.setdefault(seq % PLACES, seq) != seq:
+                self._begin(seq, unit)
+                return
+        error = self._put(seq, unit, memory)
+        if error is not None:
+            self._settle(seq, error)
+
+    def _put(self, seq: int, unit: Unit, memory: _Mapping) -> KVError | None:
+        text = unit.message
+        if text is None:
+            offset, nbytes = unit.cells.remote_runs()
+            text = unit.message = doorbell.message(unit.region, offset, nbytes, unit.notif)
+        try:
+            whole = self._socket.put(
+                memory.data_view, unit.local.data_view, unit.source_offset, text, seq, unit.put, self._nonces()
+            )
+        except Exception as error:
+            return self._failure(unit, error)
+        if whole:
+            return None
+        self._around.ledger.count_checksum_failure()
+        return ChecksumMismatch(peer=str(self.peer), transport="shm", bad=1, total=1, layer=unit.layer)
+
+    def take_answers(self) -> None:
+        page = self._page
+        if page is None or not self._quiet:
+            return
+        for seq in list(self._quiet.values()):
+            if page.answered(seq):
+                self._heard_ns = self._around.clock.monotonic_ns()
+                self._settle(seq, None)
+
+    def want_answers(self) -> None:
+        if self._page is not None and self._quiet:
+            self._page.wait(True)
+            self.take_answers()
+
+    def _settle(self, seq: int, error: KVError | None) -> None:
+        if self._quiet.get(seq % PLACES) == seq:
+            del self._quiet[seq % PLACES]
+            if not self._quiet and self._page is not None:
+                self._page.wait(False)
+        super()._settle(seq, error)
+
     # Moving.
 
     def _start(self, seq: int, unit: Unit, memory: _Mapping) -> None:
@@ -148,16 +209,22 @@ class ShmLink(Link):
                 self._write(seq, unit, memory, nonce, self._stopped(ticket))
             else:
                 self._read(unit, memory, self._stopped(ticket))
-        except CopyStopped:
-            return self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
-        except IndexError:
-            # Our own side was checked when the transfer was made.
-            return FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
-        except KVError as refused:
-            return refused
-        except Exception as bug:
-            return LocalProtocolError(detail=f"moving a unit raised {bug!r}")
+        except Exception as error:
+            return self._failure(unit, error)
         return None
+
+    def _failure(self, unit: Unit, error: Exception) -> KVError:
+        match error:
+            case CopyStopped():
+                ticket = unit.ticket.ticket if unit.ticket is not None else 0
+                return self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
+            case IndexError():
+                # Our own side was checked when the transfer was made.
+                return FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
+            case KVError():
+                return error
+            case _:
+                return LocalProtocolError(detail=f"moving a unit raised {error!r}")
 
     def _stopped(self, ticket: int) -> Callable[[], bool]:
         return lambda: self.lost is not None or ticket in self._fences
@@ -237,6 +304,7 @@ class ShmLink(Link):
             self._descriptors[frame.seq] = fds.pop()
         for fd in fds:
             os.close(fd)
+        self.take_answers()  # what is in the page was said before
         self._received(frame)
 
     def _received_other(self, frame: FromOwner) -> None:
@@ -265,6 +333,10 @@ class ShmLink(Link):
         for memory in self._maps.values():
             memory.unmap()
         self._maps.clear()
+        self._quiet.clear()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
         self._settle_all(self.lost)
 
 

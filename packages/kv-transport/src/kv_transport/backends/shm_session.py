@@ -11,12 +11,25 @@ import socket
 from collections.abc import Callable
 
 from kv_core.errors import KVError
+from kv_transport import doorbell
 from kv_transport.arena import Arena
 from kv_transport.backends.base import Surroundings
 from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.backends.session import OwnerSession
-from kv_transport.errors import ConnectionLost, FrameRefused
-from kv_transport.frames import Acked, Frame, FromInitiator, Map, Mapped, Placed, decode_from_initiator, encode, refusal
+from kv_transport.doorbell import AnswersGiven
+from kv_transport.errors import ConnectionLost, FrameRefused, InvalidDescriptor
+from kv_transport.frames import (
+    Acked,
+    Answers,
+    Frame,
+    FromInitiator,
+    Map,
+    Mapped,
+    Placed,
+    decode_from_initiator,
+    encode,
+    refusal,
+)
 from kv_transport.types import PeerName
 
 
@@ -33,7 +46,9 @@ class ShmSession(OwnerSession):
         self._gone = on_end
         self._pidfd = -1
         self._peer_text = str(peer)
+        self._page: AnswersGiven | None = None
         self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
+        self._socket.takes_descriptors = True  # beside the first frame
         try:
             self._pidfd = os.pidfd_open(pid)
             around.loop.add_reader(self._pidfd, self._process_exited)
@@ -48,8 +63,13 @@ class ShmSession(OwnerSession):
         self._stop_watching()
 
     def _on_frame(self, data: memoryview, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)  # nobody asked for one
+        self._socket.takes_descriptors = False
+        if fds:
+            self._take_page(data, fds)
+            return
+        if data[0] == doorbell.MARK:
+            self._put(data)
+            return
         try:
             frame = decode_from_initiator(data, self._peer_text)
         except FrameRefused as error:
@@ -66,6 +86,39 @@ class ShmSession(OwnerSession):
             self._map(frame)
         else:
             super()._received_other(frame)
+
+    def _take_page(self, data: memoryview, fds: list[int]) -> None:
+        """Descriptors are taken beside the first frame only."""
+        page = fds.pop()
+        for fd in fds:
+            os.close(fd)
+        try:
+            known = not fds and isinstance(decode_from_initiator(data, self._peer_text), Answers)
+        except FrameRefused:
+            known = False
+        if not known:
+            os.close(page)
+            self._offence("descriptors that nobody asked for")
+            return
+        try:
+            self._page = AnswersGiven.of(page)
+        except InvalidDescriptor as error:
+            self._offence(str(error))
+
+    def _put(self, data: memoryview) -> None:
+        self._hear()
+        try:
+            seq, put, region, offset, nbytes, nonce, notif = doorbell.read(data, self.peer)
+            self._around.ledger.place_piece(self, put, region, offset, nbytes, nonce, notif)
+        except KVError as error:
+            try:
+                self._send(refusal(doorbell.seq_of(data, self.peer), error))
+            except FrameRefused as offence:
+                self._offence(str(offence))
+            return
+        if self._page is None or self._page.give(seq):
+            # Whoever waits for the notification is woken first: the writer does not wait, it has gone on.
+            self._around.loop.call_soon(self._send, Acked(seq))
 
     def _placed(self, frame: Placed) -> None:
         try:
@@ -100,6 +153,9 @@ class ShmSession(OwnerSession):
 
     def _shut(self) -> None:
         self._socket.close()
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
 
     def _connection_over(self) -> None:
         if not self._around.ledger.may_still_write(self.peer):

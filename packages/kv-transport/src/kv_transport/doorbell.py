@@ -1,0 +1,234 @@
+"""A small put over shared memory: the copy, both checksums, the message and its sending in one call; and its answer.
+
+Compiled, with plain twins (`plain_...`) that are the definition, as in `kernels`. The message, little-endian, begins
+with a byte that begins no MessagePack frame:
+
+    offset  size  field
+    0       8     0xC1
+    8       8     seq, as in every frame
+    16      8     put: the number by which its attempts are known
+    24      24    region, offset, nbytes: one piece of the owner's memory
+    48      128   the unit's header, whose checksum is that of the piece
+    176           the notification, to the end
+
+**Answers.** That a put was accepted is written to a page that the writer gave the owner: `place[seq % PLACES] = seq`.
+Nobody is woken for that, unless the writer says in the page's first word that it waits. The writer says so and then
+looks; the owner writes and then looks whether somebody waits: at least one of them sees the other, for each access is
+sequentially consistent. Plain Python has no such access, so without compiled code every answer is a frame.
+
+DB1: a message leaves only after the destination's checksum was found to be the source's. DB2: a place says `seq` only
+after the put of that `seq` was accepted, and no two puts without an answer share a place.
+"""
+
+import os
+import struct
+from typing import Final
+
+import numpy as np
+
+from kv_core.header import read_stamps
+from kv_transport import kernels
+from kv_transport.errors import FrameRefused, MemoryUnavailable
+from kv_transport.memory_budget import MemoryBudget
+from kv_transport.regions import MappedBuffer, SharedBuffer
+from kv_transport.types import PeerName
+from kv_transport.unit_header import check_header, plain_header
+
+try:
+    # It copies with the function that `kernels` has loaded.
+    from kv_transport import _doorbell as _compiled
+except ImportError:  # built without a compiler
+    _compiled = None  # type: ignore[assignment]
+
+COMPILED: Final = kernels.COMPILED and _compiled is not None
+
+MARK: Final = 0xC1
+"""The first byte of a message; MessagePack never uses it."""
+
+SENT: Final = 0
+WAITS: Final = 1
+"""The message is complete, and the socket takes nothing now."""
+
+DAMAGED: Final = 2
+"""What arrived is not what was read; there is no message."""
+
+HEAD_NBYTES: Final = 176
+PLACES: Final = 64
+"""Puts that may be without an answer before some are answered by frames; more than the usual window."""
+
+_FIXED: Final = struct.Struct("<6Q")
+_HEADER_AT: Final = _FIXED.size
+_FLAG: Final = 64
+_PAGE_NBYTES: Final = _FLAG + 8 * PLACES
+_NO_RESERVE: Final = MemoryBudget(reserve_nbytes=0)
+_HEADER: Final = plain_header(1)
+_HEADER_BYTES: Final = _HEADER.attempt(0, 0)
+
+Put = tuple[int, int, int, int, int, int, bytes]
+"""seq, put, region, offset, nbytes, nonce, notification."""
+
+
+def message(region: int, offset: int, nbytes: int, notif: bytes) -> bytearray:
+    """A message that `put` completes, again and again."""
+    return bytearray(_FIXED.pack(MARK, 0, 0, region, offset, nbytes) + _HEADER_BYTES + notif)
+
+
+def put(
+    fd: int,
+    to: memoryview,
+    source: memoryview,
+    source_offset: int,
+    text: bytearray,
+    seq: int,
+    number: int,
+    nonce: int,
+) -> int:
+    """Copy the piece that a message is about, complete the message, and send it without waiting.
+
+    Args:
+        fd: a connected socket of packets; -1 to send nothing.
+        to: the region's memory; `source` and `source_offset` say where the piece is here.
+        text: from `message`; completed in place.
+
+    Returns:
+        `SENT`, `WAITS` or `DAMAGED`.
+
+    Raises:
+        IndexError: the piece lies outside; nothing was copied.
+        OSError: the socket is broken.
+    """
+    if _compiled is None:
+        return plain_put(fd, to, source, source_offset, text, seq, number, nonce)
+    outcome = _compiled.put(fd, to, source, source_offset, text, seq, number, nonce)
+    if outcome < 0:
+        raise OSError(-outcome, os.strerror(-outcome))
+    return outcome
+
+
+def plain_put(
+    fd: int,
+    to: memoryview,
+    source: memoryview,
+    source_offset: int,
+    text: bytearray,
+    seq: int,
+    number: int,
+    nonce: int,
+) -> int:
+    """The same without compiled code."""
+    _, _, _, region, offset, nbytes = _FIXED.unpack_from(text)
+    cell = np.array([[offset, source_offset, nbytes]], np.int64)
+    if nbytes < 1:
+        raise IndexError("an empty piece")
+    (arrived,), (read,) = kernels.copy_unsealed_cells(to, source, cell)
+    if arrived != read:
+        return DAMAGED
+    text[:HEAD_NBYTES] = _FIXED.pack(MARK, seq, number, region, offset, nbytes) + _HEADER.attempt(nonce, arrived)
+    if fd < 0:
+        return WAITS
+    try:
+        os.write(fd, text)
+    except (BlockingIOError, InterruptedError):
+        return WAITS
+    return SENT
+
+
+def read(text: memoryview | bytes, peer: PeerName) -> Put:
+    """What a message says.
+
+    Raises:
+        FrameRefused: it is none, or its header is about something else.
+        CorruptHeaderError, UnsupportedHeaderVersionError: its header is none, or damaged.
+    """
+    if _compiled is None:
+        return plain_read(text, peer)
+    # None: something is wrong with it.
+    return _compiled.read(text, _HEADER_BYTES) or plain_read(text, peer)
+
+
+def plain_read(text: memoryview | bytes, peer: PeerName) -> Put:
+    """The same without compiled code; it also says what is wrong."""
+    if len(text) < HEAD_NBYTES:
+        raise FrameRefused(peer=str(peer), reason=f"a put of {len(text)} bytes")
+    mark, seq, number, region, offset, nbytes = _FIXED.unpack_from(text)
+    if mark != MARK:
+        raise FrameRefused(peer=str(peer), reason=f"a put of the form {mark:#x}")
+    header = bytes(text[_HEADER_AT:HEAD_NBYTES])
+    nonce, checksum = read_stamps(header)
+    check_header(header, checksum, _HEADER, checksum, peer=peer, transport="shm", cells=1)
+    return seq, number, region, offset, nbytes, nonce, bytes(text[HEAD_NBYTES:])
+
+
+def seq_of(text: memoryview | bytes, peer: PeerName) -> int:
+    """Which message it is, so that it can be refused. Raises `FrameRefused` for one that is too short to say."""
+    if len(text) < HEAD_NBYTES:
+        raise FrameRefused(peer=str(peer), reason=f"a put of {len(text)} bytes")
+    return int(_FIXED.unpack_from(text)[1])
+
+
+class AnswersWanted:
+    """The writer's side of a page of answers."""
+
+    __slots__ = ("_buffer", "_view", "_waits")
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._view = buffer.data_view
+        self._waits = False
+
+    @classmethod
+    def create(cls) -> "AnswersWanted | None":
+        """A page, or None where there can be none: then answers are frames."""
+        if not COMPILED:
+            return None
+        try:
+            return cls(SharedBuffer.create(_PAGE_NBYTES, "kv-answers", budget=_NO_RESERVE))
+        except (MemoryUnavailable, OSError):
+            return None
+
+    def fileno(self) -> int:
+        """What to give the owner."""
+        return self._buffer.fileno()
+
+    def answered(self, seq: int) -> bool:
+        """Whether that put was accepted."""
+        return _compiled.answered(self._view, seq)
+
+    def wait(self, on: bool) -> None:
+        """Whether the owner is to send a frame with each answer from now on; look for answers after asking for it."""
+        if on is not self._waits:
+            self._waits = on
+            _compiled.await_answers(self._view, int(on))
+
+    def close(self) -> None:
+        """Idempotent; the owner keeps its own mapping."""
+        self._view = memoryview(b"")
+        self._buffer.close()
+
+
+class AnswersGiven:
+    """The owner's side."""
+
+    __slots__ = ("_mapped", "_view")
+
+    def __init__(self, fd: int) -> None:
+        """Takes over `fd`. Raises `InvalidDescriptor` for what is no such page."""
+        self._mapped = MappedBuffer(fd, _PAGE_NBYTES, writable=True)
+        self._view = self._mapped.data_view
+
+    @classmethod
+    def of(cls, fd: int) -> "AnswersGiven | None":
+        """The same, or None where answers are frames."""
+        if not COMPILED:
+            os.close(fd)
+            return None
+        return cls(fd)
+
+    def give(self, seq: int) -> bool:
+        """That put is accepted. Returns whether a frame must say so, too: the writer waits."""
+        return _compiled.answer(self._view, seq)
+
+    def close(self) -> None:
+        """End the mapping."""
+        self._view = memoryview(b"")
+        self._mapped.unmap()
