@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from kv_bus.errors import BusTimeout, HandlerFailed, TooManyRequests
-from kv_consistency.errors import HolderLostError, ReplicaFencedError, StaleReplicaError
+from kv_consistency.errors import FencedError, HolderLostError, ReplicaFencedError, StaleReplicaError
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_core.testing import LoopClock, run_virtual
@@ -225,6 +225,7 @@ def test_an_attempt_that_follows_what_is_lost_is_made_again() -> None:
         (UnknownRequestError(node="decode-1", request_id="r", epoch=1), 503, 1),
         (HolderLostError(what="an update", holders="gateway/1"), 503, 1),
         (ReplicaFencedError(node="gateway", seen=2), 503, 1),
+        (FencedError(request_id="r", epoch="1@gateway/1", current="the loss of its owner"), 503, 1),
         (NodeOverloadedError(node="decode-1", waiting=1, limit=1), 429, 1),
         (RequestExpiredError(request_id="r", node="decode-1", state="waiting"), 504, None),
         (RequestTooLargeError(request_id="r", need=2, node="decode-1", total=1), 400, None),

@@ -19,11 +19,16 @@ from kv_services.config import (
     TiersSection,
     TransportSection,
 )
+from kv_services.gateway.limits import KEEPALIVE_S
 from kv_services.launch import LocalCluster, PortReservation, local_config
 from tests.integration.helpers_integration import DEADLINE_S, Fabric
 from tests.soak.lives import Lives
 from tests.soak.network import Network
 from tests.soak.questions import Questions
+
+SILENT_S = KEEPALIVE_S + 5.0
+"""For how long a client that was told nothing holds its gateway for there: a stream without news carries comments. Of a
+machine that is gone nobody would ever hear."""
 
 DISK = "2 MiB"
 DISK_BYTES = 3 << 20
@@ -121,7 +126,7 @@ async def soak_cluster(
             cluster = LocalCluster(config, command=network.command, on_change=lives.changed)
             async with cluster:
                 lives.cluster = cluster
-                timeout, headers = aiohttp.ClientTimeout(total=DEADLINE_S), network.headers
+                timeout, headers = aiohttp.ClientTimeout(total=DEADLINE_S, sock_read=SILENT_S), network.headers
                 connector = aiohttp.TCPConnector(limit=0)
                 try:
                     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:

@@ -160,7 +160,7 @@ async def _peace(it: SoakCluster, question: Question) -> list[str]:
         await fabric.all_alive(name, names - {name})
 
     async def right() -> bool:
-        return (await fabric.ask(question.tokens, question.count)).text == question.answer
+        return (await fabric.stream(question.tokens, question.count)).text == question.answer
 
     await until(right, timeout_s=PEACE_S)
     try:

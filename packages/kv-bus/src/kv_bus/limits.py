@@ -104,8 +104,9 @@ HANDSHAKE_TIMEOUT_MS: Final = 5_000
 CLOSE_LINGER_MS: Final = 200
 """How long a closing bus lets handed-over frames leave."""
 
-CONNECT_TIMEOUT_MS: Final = 5_000
-"""A TCP connect that meets silence is given up and tried again."""
+CONNECT_TIMEOUT_MS: Final = 1_000
+"""A TCP connect that meets silence is given up and tried again: the kernel asks again after 1, 3 and 7 s, so that who
+was cut off would be away as long again."""
 
 ALLOW_LIST_POLL_NS: Final = S
 """How often the allow-list file is looked at; an unknown key looks at once."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kv_bus.errors import BusError
 from kv_bus.supervisor import ChildSpec
-from kv_consistency.errors import HolderLostError, ReplicaFencedError
+from kv_consistency.errors import FencedError, HolderLostError, ReplicaFencedError
 from kv_prefix.errors import TenantQuotaError
 from kv_prefix.placement import make_placement_policy
 from kv_services.config import ClusterConfig, Role
@@ -65,7 +65,7 @@ def register_faults() -> None:
         register_fault(full, HttpFault(429, "rate_limit_error", "overloaded", 1))
     # What failed between processes, in every attempt that there was time for, may go well a moment later; so may what
     # this gateway asked in a life that the others hold for over, since it is about to begin another.
-    for failing in (BusError, TransportError, NodeError, HolderLostError, ReplicaFencedError):
+    for failing in (BusError, TransportError, NodeError, HolderLostError, ReplicaFencedError, FencedError):
         register_fault(failing, HttpFault(503, "server_error", "try_again", 1))
     register_fault(RequestExpiredError, HttpFault(504, "server_error", "deadline_exceeded"))
 

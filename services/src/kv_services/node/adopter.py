@@ -41,6 +41,7 @@ class Adopter:
         self._ctx = ctx
         self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[PrefixAdopted]] = {}
+        self._alone: set[int] = set()  # those whose caller has gone
         self._copies: dict[BlockHash, int] = {}
         self.refusing = ""
 
@@ -68,7 +69,11 @@ class Adopter:
         work = self._adopt(f"adoption-{number}", request.sender, request.message, request.deadline_ns)
         task = self._tasks[number] = asyncio.get_running_loop().create_task(work, name=f"adoption {number}")
         task.add_done_callback(lambda done: self._ended(number, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._alone.add(number)
+            raise
 
     def _refuse_if_it_must(self) -> None:
         if self.refusing or len(self._tasks) >= ADOPTIONS_MAX:
@@ -77,8 +82,12 @@ class Adopter:
 
     def _ended(self, number: int, task: "asyncio.Task[PrefixAdopted]") -> None:
         del self._tasks[number]
-        if not task.cancelled():
-            task.exception()  # told to the caller, if he still waits
+        error = None if task.cancelled() else task.exception()
+        if number in self._alone and error is not None and not isinstance(error, KVError):
+            # The bus tells the bugs of whoever is waited for; this one has nobody else.
+            told = {"message": f"adoption {number} failed after its caller had gone", "exception": error, "task": task}
+            asyncio.get_running_loop().call_exception_handler(told)
+        self._alone.discard(number)
 
     async def _adopt(self, owner: str, source: NodeId, message: AdoptPrefix, deadline_ns: int) -> PrefixAdopted:
         ctx, first = self._ctx, message.first_block

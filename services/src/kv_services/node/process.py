@@ -23,6 +23,7 @@ from kv_core.ids import NodeId, RequestId
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.in_flight import Wait
 from kv_prefix.watermarks import Watermarks
+from kv_services.closing import close_all
 from kv_services.config import Role
 from kv_services.engine.interface import Model
 from kv_services.engine.load import STUB_GEOMETRY, EngineSpec, open_model, shard_engine
@@ -175,17 +176,27 @@ class NodeWork:
     async def close(self) -> None:
         if self._closed is not None:
             self._closed.set()
-        await self.copier.close()
-        await self.operations.close()
-        await self.decode.close()
-        await self.prefill.close()
-        await self.shards.close()
-        await self.clients.close()
+        # A part that does not end in its time costs those behind it nothing: the thread that computes is stopped, tiers
+        # write down what they can.
+        await close_all(
+            self.copier.close,
+            self.operations.close,
+            self.decode.close,
+            self.prefill.close,
+            self.shards.close,
+            self.clients.close,
+            self._close_prefixes,
+            self.ctx.tiers.close,
+            self._introducer.close,
+            self._close_leases,
+            self.ctx.compute.close,
+        )
+
+    async def _close_prefixes(self) -> None:
         self.prefixes.close()
-        await self.ctx.tiers.close()
-        await self._introducer.close()
+
+    async def _close_leases(self) -> None:
         self.leases.close()
-        await self.ctx.compute.close()
 
     def load(self) -> Load:
         """What this node says of itself in each heartbeat."""
