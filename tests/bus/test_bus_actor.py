@@ -255,6 +255,27 @@ def test_drain_is_cut_short_at_its_timeout() -> None:
     run_virtual(main)
 
 
+def test_what_waits_for_the_end_of_a_turn_comes_once_after_its_events() -> None:
+    class Waiting(Noting):
+        def turn_over(self) -> None:
+            self.performed.append("over")
+            if self.performed.count("over") == 2:
+                raise ZeroDivisionError("at the end of a turn")
+
+    async def main(clock: object) -> None:
+        actor = Waiting()
+        running = asyncio.ensure_future(actor.run())
+        for event in "abc":
+            actor.post(event)
+        await asyncio.sleep(0.01)
+        assert actor.performed == ["a", "b", "c", "over"]
+        actor.post("d")
+        with pytest.raises(ZeroDivisionError):
+            await running
+
+    run_virtual(main)
+
+
 def test_an_effect_may_close_the_actor_and_nothing_more_is_stepped() -> None:
     async def main(clock: object) -> None:
         actor = Noting()

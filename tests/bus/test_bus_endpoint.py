@@ -98,6 +98,9 @@ class TestCarrier:
     def publish(self, data: bytes) -> None:
         self.published.append((asyncio.get_running_loop().time(), decode(data, KNOWN)))
 
+    def flush(self) -> None:
+        """Nothing waits here."""
+
     def stats(self) -> CarrierStats:
         return CarrierStats()
 

@@ -31,6 +31,7 @@ from tests.bus.helpers_bus import (
     Listener,
     Noted,
     S,
+    Slow,
     ZmqWorld,
     frame,
     is_alive,
@@ -311,5 +312,43 @@ def test_replies_to_a_caller_that_does_not_read_are_bounded_and_dropped(monkeypa
             await asyncio.sleep(0.01)
         assert b.stats().replies_dropped >= 10, "a deaf caller was fed without bound"
         await is_alive(world)
+
+    run_zmq(scenario)
+
+
+def test_a_flush_sends_messages_and_replies_before_the_turn_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: ZmqWorld) -> None:
+        a, b = await world.node(A), await world.node(B)
+        await is_alive(world)
+        sent: list[tuple[int, int]] = []
+        send = zmq.Socket.send
+
+        def watched(socket: zmq.Socket[bytes], data: bytes, flags: int) -> object:
+            if socket.type == zmq.DEALER or (socket.type == zmq.ROUTER and zmq.SNDMORE not in zmq.Flag(flags)):
+                sent.append((int(socket.type), len(split(data))))
+            return send(socket, data, flags)
+
+        monkeypatch.setattr(zmq.Socket, "send", watched)
+        answered: list[tuple[int, int]] = []
+
+        def on_slow(request: Request[Slow]) -> None:
+            request.reply(Echoed(b"", request.message.number))
+            before = len(sent)
+            b.flush()
+            answered.extend(sent[before:])
+
+        b.handle(Slow, on_slow)
+        replies: asyncio.Queue[object] = asyncio.Queue()
+        a.call(B, Slow(1), replies.put_nowait, timeout_ns=20 * S)
+        assert sent == []
+        a.flush()
+        assert sent == [(zmq.DEALER, 1)]
+        a.flush()
+        for number in (2, 3):
+            a.call(B, Slow(number), replies.put_nowait, timeout_ns=20 * S)
+        assert sent == [(zmq.DEALER, 1)], "what follows leaves together, at the end of the turn"
+        assert [await replies.get() for _ in range(3)] == [Echoed(b"", number) for number in (1, 2, 3)]
+        assert [one for one in sent if one[0] == zmq.DEALER] == [(zmq.DEALER, 1), (zmq.DEALER, 2)]
+        assert answered == [(zmq.ROUTER, 1)] * 3
 
     run_zmq(scenario)

@@ -1,13 +1,15 @@
 """The front with the tokenisers of production."""
 
+import msgspec
 import pytest
 
 from kv_core.errors import KVError
 from kv_services.engine.byte_tokenizer import ByteTokenizer
 from kv_services.engine.interface import Tokenizer
 from kv_services.engine.load import EngineSpec, open_text
-from kv_services.gateway.admission import PromptTokenizer, ServedModel
+from kv_services.gateway.admission import PromptTokenizer, ServedModel, is_text
 from kv_services.gateway.completer import FinishReason, GenerationRequest, Token
+from kv_services.gateway.openai_schema import CHAT, COMPLETIONS
 from kv_services.gateway.stream import TokenStream
 from tests.gateway.helpers_http import Script, finish_of, serving
 
@@ -58,3 +60,16 @@ async def test_the_models_tokeniser_serves_a_chat_and_cannot_be_talked_into_anot
         assert plain.usage is not None
         counts = [request.prompt_token_ids.count(start) for request in served.completer.requests]
         assert counts[0] == counts[1] >= 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("ab", True), (["ab"], True), ([1, 2], False), ([[1, 2]], False), ("", None), ([1, "a"], None)]
+)
+def test_only_a_prompt_of_text_has_to_be_tokenised(prompt: object, text: bool | None) -> None:
+    asked = COMPLETIONS.parse(msgspec.json.encode({"model": "m", "prompt": prompt}))
+    if text is None:
+        with pytest.raises(KVError):
+            is_text(asked)
+    else:
+        assert is_text(asked) is text
+    assert is_text(CHAT.parse(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}'))

@@ -185,6 +185,9 @@ class Actor(ABC, Generic[EventT, EffectT]):
     def perform(self, effect: EffectT) -> None:
         """Do what the machine decided, without awaiting."""
 
+    def turn_over(self) -> None:
+        """Do what can wait until everything that the events of one turn asked for was performed; as `perform`."""
+
     def failed(self, error: BaseException) -> None:
         """An error ended this actor (M6). For actors that nobody runs: whoever waits for them is told here."""
 
@@ -304,6 +307,7 @@ class Actor(ABC, Generic[EventT, EffectT]):
                     perform(effect)  # never awaits; IO started here ends as another event
                 if not done & 7 and self._monotonic_ns() > until_ns:
                     break
+            self.turn_over()
         except Exception as error:  # the boundary of M6: whatever it is, run() raises it
             self._fail(error)
             return

@@ -263,6 +263,10 @@ class Endpoint:
         """See `Bus.publish`."""
         return self._events.publish(message)
 
+    def flush(self) -> None:
+        """See `Bus.flush`."""
+        self._carrier.flush()
+
     def subscribe(
         self,
         origin: NodeId,

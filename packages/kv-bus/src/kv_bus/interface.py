@@ -403,6 +403,11 @@ class Bus(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Let messages and replies leave now, and not when this turn of the loop ends: somebody waits for them, and
+        this turn has more to do. Events wait for the end of the turn."""
+        ...
+
     def subscribe(
         self,
         origin: NodeId,

@@ -86,6 +86,11 @@ class PoolHolds:
         """
         return self._refs(self._holds.get(receipt).slots)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether something happened since the last `take_events`."""
+        return bool(self._slots.events)
+
     def release(self, receipt: Receipt) -> None:
         """Give back a table, lease, pin or copy source. Committed blocks stay, evictable tail first; others are freed.
 

@@ -83,6 +83,15 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     return model
 
 
+def is_text(request: AnyRequest) -> bool:
+    """Whether the prompt has to be tokenised.
+
+    Raises:
+        InvalidRequestError: as `prompt_tokens`.
+    """
+    return isinstance(request, ChatRequest) or isinstance(request.single_prompt(), str)
+
+
 def prompt_tokens(request: AnyRequest, tokenizer: PromptTokenizer) -> list[int]:
     """The prompt as tokens. Takes long for a long text.
 

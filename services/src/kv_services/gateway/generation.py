@@ -22,7 +22,7 @@ from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import RequestId, TenantId
 from kv_services.gateway import limits
-from kv_services.gateway.admission import RequestLimits, ServedModel, admit, find_model, prompt_tokens
+from kv_services.gateway.admission import RequestLimits, ServedModel, admit, find_model, is_text, prompt_tokens
 from kv_services.gateway.answers import AnswerSource, error_event, streamed_answer, whole_answer
 from kv_services.gateway.completer import Completer, GenerationRequest, GenerationStream, RequestRecord
 from kv_services.gateway.errors import DrainingError, GatewayError, HttpFault, OverloadedError, fault_of
@@ -162,15 +162,18 @@ class Generation:
         body = await read_json_body(request, timeout_s=self._settings.body_timeout_s)
         received_ns = self._clock.monotonic_ns()
         seed = self._draw_seed()
-        return await self._in_thread_if(
-            len(body) > limits.OFFLOAD_BYTES,
-            lambda: self._prepare(body, parse, caller, request_id, received_ns, seed),
-        )
+
+        def prepare(asked: AnyRequest) -> _Prepared:
+            return self._prepare(asked, caller, request_id, received_ns, seed)
+
+        if len(body) > limits.OFFLOAD_JSON_BYTES:
+            return await self._in_thread_if(True, lambda: prepare(parse(body)))
+        asked = parse(body)
+        return await self._in_thread_if(len(body) > limits.OFFLOAD_BYTES and is_text(asked), lambda: prepare(asked))
 
     def _prepare(
-        self, body: bytes, parse: Parse, caller: Caller, request_id: RequestId, received_ns: int, seed: int
+        self, request: AnyRequest, caller: Caller, request_id: RequestId, received_ns: int, seed: int
     ) -> _Prepared:
-        request = parse(body)
         model = find_model(self._models, request.model)
         generation = admit(
             request,

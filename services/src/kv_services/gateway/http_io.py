@@ -59,6 +59,12 @@ async def read_json_body(request: web.BaseRequest, *, timeout_s: float) -> bytes
     return b"".join(parts)
 
 
+class _StreamedResponse(web.StreamResponse):
+    """Its head leaves together with the first bytes of its body."""
+
+    _send_headers_immediately = False
+
+
 class SseSink:
     """A response of server-sent events.
 
@@ -71,7 +77,7 @@ class SseSink:
         self._request = request
         self._stall_timeout_s = stall_timeout_s
         self.opened = False
-        self.response = web.StreamResponse(
+        self.response = _StreamedResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
@@ -82,7 +88,7 @@ class SseSink:
         )
 
     async def open(self) -> None:
-        """Send the head."""
+        """Begin: the head leaves with the first event."""
         self.opened = True
         await self.response.prepare(self._request)
 

@@ -9,7 +9,11 @@ BODY_TIMEOUT_S: Final = 30.0
 """For a whole body: 4 MiB at 1.2 Mbit/s."""
 
 OFFLOAD_BYTES: Final = 1 << 10
-"""Longer bodies are read and tokenised in a thread: byte-pair encoding does about 1 KiB in a millisecond."""
+"""Longer texts are tokenised in a thread: byte-pair encoding does about 1 KiB in a millisecond."""
+
+OFFLOAD_JSON_BYTES: Final = 16 << 10
+"""Longer bodies are read in a thread, token lists too: on the loop that many bytes take a fifth of a millisecond, and a
+thread's turn costs a request as much."""
 
 OFFLOAD_CANDIDATES: Final = 512
 """An answer with more log-probabilities is written in a thread: each takes about 2 µs."""

@@ -380,6 +380,7 @@ class RequestActor(Actor[Event, Effect]):
     def _call(self, node_id: NodeId, message: Message, outcome: Callable[[Message | KVError], None]) -> None:
         try:
             self._ctx.bus.call(node_id, message, outcome, deadline_ns=self._request.deadline_ns)
+            self._ctx.bus.flush()
         except KVError as error:
             outcome(error)
 

@@ -19,6 +19,7 @@ from kv_services.node.compute import Compute
 from kv_services.node.exact_blocks import ExactBlocks
 from kv_services.node.pull_cost import PullCost
 from kv_services.node.recoverer import Recoverer
+from kv_services.node.telling import Telling
 from kv_services.node.tiers import Tiers
 from kv_services.replica.service import ReplicaService
 from kv_transport import Arena, KVCacheTransferEngine
@@ -63,6 +64,7 @@ class NodeContext:
     past: PastPrompts
     exact: ExactBlocks
     listeners: list[Callable[[Sequence[PoolEvent]], None]] = field(default_factory=list)
+    telling: Telling = field(default_factory=Telling)
 
     @property
     def node_id(self) -> NodeId:
@@ -96,6 +98,15 @@ class NodeContext:
         for place, check in (changed or {}).items():
             checks[place] = check
         return xxh3_64(checks.T.tobytes())
+
+    def tell_pool_events(self) -> None:
+        """Publish what happened in the pool within `telling.TELL_S`."""
+        if self.pool.has_events:
+            self.telling.soon(self._tell_now)
+
+    def _tell_now(self) -> None:
+        self.flush_pool_events()
+        self.replica.say()
 
     def flush_pool_events(self) -> None:
         """Publish what happened in the pool since the last call."""

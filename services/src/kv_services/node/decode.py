@@ -111,6 +111,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
 
     async def close(self) -> None:
         self.outbox.close()
+        self._ctx.telling.close()
         for stop in self._stops.values():
             stop.set()
         for arriving in self._arriving.values():
@@ -166,6 +167,11 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
     def _refused(self, request_id: RequestId, epoch: int, cause: str) -> None:
         self.complete(EndAsked(request_id, epoch, cause))
 
+    def turn_over(self) -> None:
+        """What others wait for leaves; what the pool did is told when it holds nobody up."""
+        self._ctx.bus.flush()
+        self._ctx.tell_pool_events()
+
     def perform(self, effect: DecodeEffect) -> None:
         match effect:
             case PrepareSlots(refs):
@@ -195,6 +201,8 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             case StartCompute():
                 self._start_compute(effect)
             case StartStep():
+                # The engine's thread takes the interpreter for a while: tokens of the step before go first.
+                self._ctx.bus.flush()
                 self._start_step(effect)
             case SendTokens(request_id, epoch, gateway, first_index, tokens, finish):
                 seq = self.machine.sequence(request_id, epoch)
@@ -222,7 +230,6 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             case NotePreempted(request_id, epoch):
                 _log.info("request preempted request=%s epoch=%d", request_id, epoch)
                 self._ctx.metrics.preemptions.inc()
-        self._ctx.flush_pool_events()
 
     def _reply(self, reply: DecodeReserved) -> None:
         asked = self._asked.pop((RequestId(reply.request_id), reply.epoch), None)
@@ -307,11 +314,13 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             sink = SealingSink(arena, effect.slots)
             run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, effect.slots, sink, stop)
 
+        began_ns = self._ctx.clock.monotonic_ns()
+        running = self._ctx.compute.run(call)
+
         async def compute() -> DecodeEvent:
             error: KVError | None = None
-            began_ns = self._ctx.clock.monotonic_ns()
             try:
-                await asyncio.shield(self._ctx.compute.run(call))
+                await asyncio.shield(running)
             except KVError as failure:
                 error = failure
             del self._stops[key]
@@ -335,12 +344,13 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
             if item.arriving
         }
 
+        running = self._ctx.compute.run(lambda: run_step(self._model, arena, items, arrivals)) if items else None
+
         async def step() -> DecodeEvent:
-            if not items:
+            if running is None:
                 return StepFinished(tuple(refused))
             try:
-                call = self._ctx.compute.run(lambda: run_step(self._model, arena, items, arrivals))
-                outcomes = await asyncio.shield(call)
+                outcomes = await asyncio.shield(running)
                 await self._seal_late(items, outcomes)
                 return StepFinished((*outcomes, *refused))
             except KVError as error:

@@ -296,13 +296,12 @@ class DecodeMachine:
         seq.inbound_open, seq.state = False, SeqState.READY
         # A first step that was finished already stored the KV of the last given token too.
         seq.stored = max(seq.stored, seq.num_given - 1)
-        effects: list[DecodeEffect] = [RegisterLength(request_id, epoch, seq.stored)]
         if seq.held is not None:
             token, seq.held = seq.held, None
-            effects += self._took(seq, token)
-        elif not seq.stepping:
+            return self._took(seq, token)
+        if not seq.stepping:
             self._memory.commit(seq)
-        return effects
+        return [RegisterLength(request_id, epoch, seq.stored)]
 
     def _computed(self, request_id: RequestId, epoch: int, error: KVError | None) -> list[DecodeEffect]:
         seq = self.sequence(request_id, epoch)
@@ -350,8 +349,8 @@ class DecodeMachine:
         self._memory.commit(seq)
         finish = seq.finish_reason(token.token_id)
         effects: list[DecodeEffect] = [
-            RegisterLength(seq.request_id, seq.epoch, seq.stored),
             SendTokens(seq.request_id, seq.epoch, seq.gateway, seq.newest_index, (token,), finish),
+            RegisterLength(seq.request_id, seq.epoch, seq.stored),
         ]
         if finish is not None:
             effects += self._close(seq)

@@ -9,17 +9,19 @@ from typing import Final
 import numpy as np
 
 from kv_bus.actor import Actor
+from kv_bus.errors import UnexpectedReply
 from kv_bus.interface import DEFERRED, Reply, Request
 from kv_core.block import BlockRef
 from kv_core.errors import KVError, LocalProtocolError
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Fidelity
+from kv_core.wire import Message
 from kv_prefix.pool_types import CopyBlock
 from kv_services.engine.interface import Model
 from kv_services.messages import HandoverAccepted, HandoverDone, PrefillDone, RunPrefill
 from kv_services.node.announcements import AnnounceBlocks, WithdrawBlocks
 from kv_services.node.announcer import Announcer
-from kv_services.node.compute import BlockCopy, run_prefill
+from kv_services.node.compute import BlockCopy, outcome_is_seen, run_prefill
 from kv_services.node.context import NodeContext
 from kv_services.node.prefill_events import (
     AbortHandover,
@@ -79,6 +81,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         self._ctx.bus.handle(RunPrefill, self._on_run)
 
     async def close(self) -> None:
+        self._ctx.telling.close()
         for stop in self._stops.values():
             stop.set()
         await super().close()
@@ -133,6 +136,11 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             _log.info("claims of a computation not seen owner=%s cause=%s", owner, error)
         return AwaitedEnded(owner)
 
+    def turn_over(self) -> None:
+        """What others wait for leaves; what the pool did is told when it holds nobody up."""
+        self._ctx.bus.flush()
+        self._ctx.tell_pool_events()
+
     def perform(self, effect: PrefillEffect) -> None:
         key: _Key
         match effect:
@@ -174,12 +182,13 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                     sending.aborted = error
                     self.cancel_wait(sending)
             case ReplyDone():
+                # A gateway that hears that it is over counts on claims from then on, no more on what it assigned.
+                self._ctx.flush_pool_events()
                 self._done(effect)
             case ReplyFailed(request_id, epoch, error):
                 asked = self._asked.pop((request_id, epoch), None)
                 if asked is not None:
                     asked.fail(error)
-        self._ctx.flush_pool_events()
 
     def cancel_wait(self, sending: Sending) -> None:
         """Wake the hand-over's job, which sees that it was aborted."""
@@ -205,14 +214,18 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             fidelity = self._fidelity_of(key, effect)
             handover = self._ctx.transfers.open_handover(key[0], grant, TransferPriority.HIGH, fidelity=fidelity)
             sending.begin(handover, self._ctx.num_layers)
+            sending.handover = handover
             await sending.finish
             if sending.aborted is not None:
                 raise sending.aborted
-            stats = await self._finish(key, effect, sending, handover)
+            stats = await self._finish(key, sending, handover)
             self._note_codec(effect.decode_node, handover, stats)
             result = HandoverStats(stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns)
         except KVError as error:
             result = error
+        finally:
+            if sending.word is not None:
+                sending.word.cancel()
         if handover is not None and isinstance(result, KVError):
             await handover.cancel()
         del self._sending[key]
@@ -230,24 +243,24 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 stop.set()
         return HandoverEnded(*key, result=result)
 
-    async def _finish(self, key: _Key, effect: OpenHandover, sending: Sending, handover: Handover) -> TransferStats:
+    async def _finish(self, key: _Key, sending: Sending, handover: Handover) -> TransferStats:
         """Have the last bytes verified, and the checksum over all of them compared."""
         left_ms = max(1, (sending.deadline_ns - self._ctx.clock.monotonic_ns()) // 1_000_000)
-        slots = [ref.slot for ref in sending.refs[sending.first_block :]]
-        if handover.may_be_lossy or not self._ctx.arena.checks[:, slots].all():
-            # What the decode node must have is known when the last of it was sent.
-            stats = await handover.finish(left_ms)
-            await self._confirm(key, effect, sending, handover)
-            return stats
-        # The word travels beside the last bytes: the decode node compares when it has both. If they fail, it fails.
-        confirmed = asyncio.ensure_future(self._confirm(key, effect, sending, handover))
-        try:
-            stats = await handover.finish(left_ms)
-            await confirmed
-        finally:
-            confirmed.cancel()
-            await asyncio.gather(confirmed, return_exceptions=True)
+        self._speak(key)
+        stats = await handover.finish(left_ms)
+        # Of a lossy codec, what the decode node must have is known only now.
+        await (sending.word or self._tell(key, sending, handover))
         return stats
+
+    def _speak(self, key: _Key) -> None:
+        """Tell the decode node the checksum of a hand-over, once and as soon as it is certain: the word travels beside
+        the last bytes, and is compared when both are there. If the bytes fail, it fails."""
+        sending = self._sending.get(key)
+        if sending is None or sending.word is not None or sending.aborted is not None:
+            return
+        handover, slots = sending.handover, [ref.slot for ref in sending.refs[sending.first_block :]]
+        if handover is not None and not handover.may_be_lossy and self._ctx.arena.checks[:, slots].all():
+            sending.word = self._tell(key, sending, handover)
 
     def codec_choices(self) -> dict[str, str]:
         """How KV was last written to each decode node, and why."""
@@ -270,18 +283,39 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             before += _begun(job.start, size, effect.refs, job.copy)
         return self._ctx.exact.fidelity(job.namespace.fidelity, before)
 
-    async def _confirm(self, key: _Key, effect: OpenHandover, sending: Sending, handover: Handover) -> None:
-        """Have the decode node compare the checksum over all block CRCs with ours (C4)."""
+    def _tell(self, key: _Key, sending: Sending, handover: Handover) -> asyncio.Future[None]:
+        """Have the decode node compare the checksum over all block CRCs with ours (C4); the future of its answer."""
+        word: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        word.add_done_callback(outcome_is_seen)
+
+        def answered(outcome: Message | KVError) -> None:
+            if word.done():
+                return
+            if isinstance(outcome, HandoverAccepted):
+                word.set_result(None)
+            elif isinstance(outcome, KVError):
+                word.set_exception(outcome)
+            else:
+                names = {"actual": type(outcome).__name__, "expected": HandoverAccepted.__name__}
+                word.set_exception(UnexpectedReply(node=sending.decode_node, message=HandoverDone.__name__, **names))
+
         job = self.machine.job(*key)
         assert job is not None, key
         slots = [ref.slot for ref in sending.refs]
-        checksum = self._ctx.entry_checksum(slots[sending.first_block :], handover.lossy_checks)
         replica = self._ctx.replica
-        entry = self._ctx.entry_checksum(slots[: job.num_needed // self._ctx.block_size])
-        replica.register_length(key[0], sending.owner, job.num_needed, entry, job.namespace)
-        token = replica.token(key[0])
-        done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token, replica.news())
-        await self._ctx.bus.request(effect.decode_node, done, expect=HandoverAccepted, deadline_ns=sending.deadline_ns)
+        try:
+            checksum = self._ctx.entry_checksum(slots[sending.first_block :], handover.lossy_checks)
+            entry = self._ctx.entry_checksum(slots[: job.num_needed // self._ctx.block_size])
+            replica.register_length(key[0], sending.owner, job.num_needed, entry, job.namespace)
+            token = replica.token(key[0])
+            done = HandoverDone(key[0], key[1], job.num_needed, checksum.to_bytes(8, "big"), token, replica.news())
+            call = self._ctx.bus.call(sending.decode_node, done, answered, deadline_ns=sending.deadline_ns)
+        except KVError as error:
+            word.set_exception(error)
+            return word
+        word.add_done_callback(lambda over: call.cancel() if over.cancelled() else None)
+        self._ctx.bus.flush()
+        return word
 
     def _compute(self, effect: StartPrefill) -> None:
         key = (effect.request_id, effect.epoch)
@@ -299,19 +333,22 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, slots, sink, stop, copy)
             sink.send()
 
+        began_ns = now_ns()
+        running = self._ctx.compute.run(call)
+
         async def compute() -> PrefillEvent:
             error: KVError | None = None
-            began_ns = self._ctx.clock.monotonic_ns()
             try:
-                await asyncio.shield(self._ctx.compute.run(call))
+                await asyncio.shield(running)
             except KVError as failure:
                 error = failure
             del self._stops[key]
-            now_ns = self._ctx.clock.monotonic_ns()
+            ended_ns = now_ns()
             if error is None:
                 exact.note(computed)
-                self._cost.computed(effect.stop - effect.start, now_ns - began_ns)
-            return PrefillComputed(now_ns, *key, error=error)
+                self._cost.computed(effect.stop - effect.start, ended_ns - began_ns)
+                self._speak(key)
+            return PrefillComputed(ended_ns, *key, error=error)
 
         self.start_job(("compute", *key), compute(), _as_event)
 

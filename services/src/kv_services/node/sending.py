@@ -17,6 +17,7 @@ from kv_consistency.update import OwnerEpoch
 from kv_core.block import BlockRef
 from kv_core.errors import KVError
 from kv_services.node.prefill_events import OpenHandover
+from kv_transport import Handover
 
 HOLD_NS: Final = 1_000_000
 
@@ -43,9 +44,13 @@ class Sending:
         self.refs = effect.refs
         self.first_block = effect.first_block
         self.ready_blocks = effect.ready_blocks
+        self.decode_node = effect.decode_node
         self.deadline_ns = deadline_ns
         self.finish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.aborted: KVError | None = None
+        self.handover: Handover | None = None
+        self.word: asyncio.Future[None] | None = None
+        """The decode node's answer to what the checksum over everything is, once it was told."""
         self._handover: Opened | None = None
         self._early: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()

@@ -2,7 +2,8 @@
 
 K1: `free + cached + pinned == total`, and the pool's own invariants.
 K2: every findable block holds the bytes that its tokens make, and its checksum, where sealed, is that of its bytes.
-K3: a node's own claims in its own index are what its pool holds, and no more than it holds at all.
+K3: a node's own claims in its own index are what its pool holds, and no more than it holds at all, but for what its
+    pool did just now and others are about to be told.
 K4: settled: every replica has applied the same of every living origin, every index says exactly what the nodes hold,
     nobody owns anything that is not given back, nobody waits, and whoever left is nobody's member.
 """
@@ -89,6 +90,10 @@ class BlockChecker:
 def check_own_claims(node: SimNode, purging: bool = False) -> None:
     """K3. `purging`: it has heard of a purge, and may carry it out at its next tick only."""
     assert node.work is not None
+    if node.work.ctx.telling.due:
+        return
+    if node.work.ctx.pool.has_events:
+        raise CheckError(node=node.name, what="has blocks of which nobody is about to be told")
     index, held = node.base.index, names_held(node.work)
     for chain in chains_in_memory(node.work):
         said = _said(index.lookup(chain.hashes)).get(node.holder, 0)

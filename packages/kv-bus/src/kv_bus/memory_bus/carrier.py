@@ -85,6 +85,9 @@ class MemoryCarrier:
         for connection, arrived in list(self.subscribers.items()):
             connection.send_back(Channel.EVENT, len(data), _bound(arrived, data))
 
+    def flush(self) -> None:
+        """Each frame left when it was sent."""
+
     def stats(self) -> CarrierStats:
         return CarrierStats()
 

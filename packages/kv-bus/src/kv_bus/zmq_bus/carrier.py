@@ -224,6 +224,13 @@ class ZmqCarrier:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
+    def flush(self) -> None:
+        """See `Carrier.flush`."""
+        if self._dialer is not None:
+            self._dialer.flush()
+        if self._replies:
+            self._flush_replies()
+
     def stats(self) -> CarrierStats:
         pump, zap, dialer = self._router_pump, self._zap, self._dialer
         cut = self._turns_cut + (pump.turns_cut if pump is not None else 0)
@@ -237,7 +244,11 @@ class ZmqCarrier:
 
     def _flush(self) -> None:
         self._flush_due = False
+        # First whoever waits for an answer.
+        self._flush_replies()
         self._flush_events()
+
+    def _flush_replies(self) -> None:
         for route, packet in list(self._replies.items()):
             if not packet.busy:
                 self._flush_route(route, packet)

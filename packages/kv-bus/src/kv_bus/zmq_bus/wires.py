@@ -35,7 +35,7 @@ _NO_KEY: Final = "its key is not in the allow-list"
 class Dialer:
     """What every outgoing connection of one node needs."""
 
-    __slots__ = ("_cut", "call_soon", "context", "count", "failed", "key_of", "keys", "monotonic_ns", "wires")
+    __slots__ = ("_cut", "call_soon", "context", "count", "due", "failed", "key_of", "keys", "monotonic_ns", "wires")
 
     def __init__(
         self,
@@ -55,11 +55,19 @@ class Dialer:
         self.call_soon = call_soon
         self.failed = failed
         self.wires: dict[ClientWire, None] = {}
+        self.due: dict[DealerWire, None] = {}
+        """Those that have something to send at the end of this turn of the loop."""
         self._cut = 0
 
     def turns_cut(self) -> int:
         """Turns that ended by their budget, of all connections there are and were."""
         return self._cut + sum(wire.turns_cut for wire in self.wires)
+
+    def flush(self) -> None:
+        """Send what is due now."""
+        due, self.due = self.due, {}
+        for wire in due:
+            wire.flush()
 
     def forget(self, wire: "ClientWire") -> None:
         """A connection is closed for good."""
@@ -222,24 +230,28 @@ class DealerWire(ClientWire):
         if packet.busy or self._socket is None:
             return False
         if not packet.add(data):
-            self._flush()
+            self.flush()
             if packet.busy:
                 return False
             packet.add(data)
+        self._dialer.due[self] = None
         if not self._flush_due:
             self._flush_due = True
             self._dialer.call_soon(self._flush_now)
         return True
 
     def close(self, linger_ms: int = 0) -> None:
-        self._flush()
+        self.flush()
         super().close(linger_ms)
+        self._dialer.due.pop(self, None)
 
     def _flush_now(self) -> None:
         self._flush_due = False
-        self._flush()
+        self._dialer.due.pop(self, None)
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send now what would leave at the end of this turn."""
         socket, pump, packet = self._socket, self._pump, self._packet
         if socket is None or pump is None or not packet:
             return
@@ -255,7 +267,7 @@ class DealerWire(ClientWire):
         pump.poke()
 
     def _writable(self) -> None:
-        self._flush()
+        self.flush()
         if not self._packet.busy:
             self._sink.writable()
 
