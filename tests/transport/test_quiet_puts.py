@@ -10,7 +10,8 @@ from typing import Final
 import pytest
 
 from kv_core.errors import KVError
-from kv_transport import XferOp, XferState, doorbell, limits
+from kv_core.ids import NodeId
+from kv_transport import Access, SharedBuffer, XferDesc, XferOp, XferState, doorbell, limits
 from kv_transport.backends.shm import ShmBackend
 from kv_transport.backends.shm_link import ShmLink
 from kv_transport.backends.shm_session import ShmSession
@@ -18,9 +19,10 @@ from kv_transport.config import TransportName
 from kv_transport.doorbell import PLACES, AnswersGiven, AnswersWanted
 from kv_transport.errors import ReplayedNonce
 from kv_transport.frames import Acked, Answers, FromOwner, Ping, encode
-from tests.transport.helpers_transport import eventually
-from tests.transport.test_direct_posts import LOST, Ready, ready
+from tests.transport.helpers_transport import NO_RESERVE, eventually, introduce
+from tests.transport.test_direct_posts import LOST, NBYTES, Ready, ready
 
+PREFILL: Final = NodeId("prefill")
 needs_compiled = pytest.mark.skipif(not doorbell.COMPILED, reason="installed without a compiler")
 NO_HELP: Final = 300_000
 """No timer looks at the page while the test runs."""
@@ -263,3 +265,42 @@ async def test_whatever_breaks_a_put_is_announced_once_if_it_is_done_and_never_t
         assert len(outcomes) == 200 and any(outcomes.values())
         assert max(heard.values()) == 1
         assert agent.inventory().work == ()
+
+
+@needs_compiled
+async def test_an_answer_that_somebody_waits_for_needs_no_frame_where_a_put_goes_back_at_once(tmp_path: Path) -> None:
+    async with ready(tmp_path, heartbeat_ms=NO_HELP) as it:
+        with SharedBuffer.create(NBYTES, "three", budget=NO_RESERVE) as third:
+            left, right = it.left.agent, it.right.agent
+            region = left.register_memory(third, Access.WRITE).region
+            introduce(it.left, it.right)
+            back = right.initialize_xfer(
+                XferOp.WRITE, [XferDesc(it.theirs.region, 0, 64)], [XferDesc(region, 0, 64)], PREFILL, notif=b"back"
+            )
+            right.transfer(back)
+            await back.done(20_000)
+            await anext(left.notifs())
+            (link,) = right.peer(PREFILL).links
+            frames, received = list[FromOwner](), link._received
+
+            def note(frame: FromOwner) -> None:
+                frames.append(frame)
+                received(frame)
+
+            link._received = note  # type: ignore[method-assign]
+
+            async def echo() -> None:
+                async for _ in right.notifs():
+                    right.transfer(back)
+                    await back.done(20_000)
+
+            task, answers = asyncio.create_task(echo()), left.notifs()
+            async with asyncio.timeout(60):
+                for _ in range(50):
+                    left.transfer(it.put)
+                    await anext(answers)
+                    await it.put.done()
+            # Only the last one, after which nothing goes back.
+            await eventually(lambda: [type(frame) for frame in frames] == [Acked])
+            task.cancel()
+            link._received = received  # type: ignore[method-assign]

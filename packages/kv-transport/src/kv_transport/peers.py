@@ -219,7 +219,7 @@ class Peer:
 
     def _pump(self) -> None:
         """Post what the window has room for. A unit may settle while it is being posted, hence the loop."""
-        if self._pumping:
+        if self._pumping or not len(self._scheduler):
             return
         self._pumping = True
         try:

@@ -74,10 +74,11 @@ class Scheduler:
         self._classes = {priority: _Class() for priority in TransferPriority}
         self._flying: set[int] = set()
         self._serial = 0
+        self._waiting = 0
 
     def __len__(self) -> int:
         """Units waiting."""
-        return sum(len(cls.waiting) for cls in self._classes.values())
+        return self._waiting
 
     @property
     def in_flight(self) -> int:
@@ -94,15 +95,13 @@ class Scheduler:
         if len(self) >= limits.QUEUED_UNITS_MAX:
             raise TransferTooLarge(what="queue of units", size=len(self) + 1, limit=limits.QUEUED_UNITS_MAX)
         self._serial += 1
+        self._waiting += 1
         self._classes[priority].add(key, layer, self._serial)
 
     def pass_through(self, key: int) -> bool:
         """Put a unit in flight at once, if nothing waits that it would overtake and the window has room."""
-        if len(self._flying) >= self._window:
+        if self._waiting or len(self._flying) >= self._window:
             return False
-        for cls in self._classes.values():
-            if cls.waiting:
-                return False
         if key in self._flying:
             raise InvalidTransition(machine="scheduler", state="known", event=f"pass_through({key})")
         self._flying.add(key)
@@ -110,12 +109,14 @@ class Scheduler:
 
     def remove(self, key: int) -> bool:
         """Forget a unit that waits; False if it does not (it may be in flight)."""
-        return any(cls.waiting.pop(key, None) is not None for cls in self._classes.values())
+        removed = any(cls.waiting.pop(key, None) is not None for cls in self._classes.values())
+        self._waiting -= removed
+        return removed
 
     def pick(self) -> list[int]:
         """The units to post now; they are in flight until `settle`."""
         picked = []
-        while len(self._flying) < self._window:
+        while self._waiting and len(self._flying) < self._window:
             key = self._next()
             if key is None:
                 break
@@ -137,11 +138,12 @@ class Scheduler:
         for cls in busy:
             cls.passed_over = 0 if cls is chosen else cls.passed_over + 1
         chosen.picks += 1
+        self._waiting -= 1
         return chosen.pop(oldest=chosen.picks % self._ageing == 0)
 
     def check(self) -> None:
         """Assert the invariants."""
         assert len(self._flying) <= self._window
         waiting = [key for cls in self._classes.values() for key in cls.waiting]
-        assert len(waiting) == len(set(waiting))
+        assert len(waiting) == len(set(waiting)) == self._waiting
         assert not self._flying.intersection(waiting)

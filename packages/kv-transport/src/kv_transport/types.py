@@ -1,8 +1,9 @@
 """The small vocabulary of kv-transport: priorities, states, operations, and the figures of a finished transfer."""
 
-from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
+
+import msgspec
 
 from kv_core.ids import Incarnation, NodeId
 
@@ -68,8 +69,7 @@ class PeerName(NamedTuple):
         return f"{self.node}#{self.incarnation}"
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStats:
+class TransferStats(msgspec.Struct, frozen=True):
     """What a finished transfer took.
 
     Attributes:
@@ -86,9 +86,9 @@ class TransferStats:
     wire_nbytes: int = 0
     units: int = 0
     retries: int = 0
-    transports: dict[str, int] = field(default_factory=dict)
+    transports: dict[str, int] = msgspec.field(default_factory=dict)
     duration_ns: int = 0
-    codecs: dict[str, int] = field(default_factory=dict)
+    codecs: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def transport(self) -> str:

@@ -91,18 +91,18 @@ class FrameSocket:
 
     def put(
         self, to: memoryview, source: memoryview, offset: int, text: bytearray, seq: int, number: int, nonce: int
-    ) -> bool:
-        """`doorbell.put`, its message in order with what is sent. False if what arrived is damaged: nothing is sent."""
+    ) -> int:
+        """`doorbell.put`, its message in order with what is sent, now or soon; gives what became of it."""
         with self._lock:
             fd = -1 if self._closed or self._backlog else self._fd
             try:
                 outcome = doorbell.put(fd, to, source, offset, text, seq, number, nonce)
             except OSError as error:
                 self._poster.post(partial(self._end, os.strerror(error.errno or 0)))
-                return True
+                return doorbell.WAITS
         if outcome == doorbell.WAITS:
             self.send(bytes(text))
-        return outcome != doorbell.DAMAGED
+        return outcome
 
     def close(self) -> None:
         """Idempotent; on the loop."""

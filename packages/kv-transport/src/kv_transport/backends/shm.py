@@ -19,11 +19,13 @@ import struct
 from functools import partial
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 from kv_core.errors import KVError
 from kv_transport import limits
 from kv_transport.auth import NONCE_BYTES
 from kv_transport.backends.base import Backend, Link, LinkOwner, Surroundings
+from kv_transport.backends.bell import Bell
 from kv_transport.backends.handshaking import HandshakeIO, shake_as_initiator, shake_as_owner
 from kv_transport.backends.shm_link import ShmLink
 from kv_transport.backends.shm_session import ShmSession
@@ -54,6 +56,7 @@ class ShmBackend(Backend):
         self._workers: WorkerPool | None = None
         self._handshakes: dict[int, asyncio.Task[None]] = {}
         self._sessions: dict[int, ShmSession] = {}
+        self._bells: WeakValueDictionary[PeerName, Bell] = WeakValueDictionary()
         self._serial = 0
 
     async def start(self) -> None:
@@ -114,7 +117,7 @@ class ShmBackend(Backend):
         except BaseException:
             sock.close()
             raise
-        return ShmLink(self._around, peer, nonces, owner, sock, self._workers)
+        return ShmLink(self._around, peer, nonces, owner, sock, self._workers, self._bell(peer.name))
 
     def sessions(self) -> list[tuple[PeerName, str]]:
         return [(session.peer, session.status()) for session in self._sessions.values()]
@@ -198,7 +201,11 @@ class ShmBackend(Backend):
             _log.warning("connection refused transport=shm peer=%s cause=%d sessions", hello.name, of_peer)
             sock.close()
             return
-        self._sessions[serial] = ShmSession(self._around, hello.name, sock, pid, partial(self._forget, serial))
+        bell, forget = self._bell(hello.name), partial(self._forget, serial)
+        self._sessions[serial] = ShmSession(self._around, hello.name, sock, pid, bell, forget)
+
+    def _bell(self, peer: PeerName) -> Bell:
+        return self._bells.setdefault(peer, Bell())
 
     def _forget(self, serial: int) -> None:
         self._sessions.pop(serial, None)

@@ -12,9 +12,10 @@ from kv_core.errors import KVError, LocalProtocolError
 from kv_transport import doorbell, limits
 from kv_transport.arena import ArenaView, map_arena
 from kv_transport.backends.base import Link, LinkOwner, SettleUnit, Surroundings
+from kv_transport.backends.bell import Bell
 from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
-from kv_transport.doorbell import PLACES, AnswersWanted
+from kv_transport.doorbell import DAMAGED, PLACES, SENT, AnswersWanted
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
@@ -47,6 +48,7 @@ class ShmLink(Link):
         owner: LinkOwner,
         sock: socket.socket,
         workers: WorkerPool,
+        bell: Bell,
     ) -> None:
         super().__init__(around, peer.name, nonces, owner)
         self._workers = workers
@@ -59,9 +61,11 @@ class ShmLink(Link):
         self._jobs_lock = threading.Lock()
         self._jobs = 0
         self._busy: dict[int, int] = {}
+        self._bell = bell
         self._page = AnswersWanted.create()
         self._quiet: dict[int, int] = {}  # place on the page -> the put that will be answered there
         if self._page is not None:
+            bell.join(self)
             self._socket.send(encode(Answers()), [self._page.fileno()])
 
     # Mapping.
@@ -140,12 +144,13 @@ class ShmLink(Link):
             offset, nbytes = unit.cells.remote_runs()
             text = unit.message = doorbell.message(unit.region, offset, nbytes, unit.notif)
         try:
-            whole = self._socket.put(
+            outcome = self._socket.put(
                 memory.data_view, unit.local.data_view, unit.source_offset, text, seq, unit.put, self._nonces()
             )
         except Exception as error:
             return self._failure(unit, error)
-        if whole:
+        if outcome != DAMAGED:
+            self._bell.rung += outcome == SENT
             return None
         self._around.ledger.count_checksum_failure()
         return ChecksumMismatch(peer=str(self.peer), transport="shm", bad=1, total=1, layer=unit.layer)
@@ -335,6 +340,7 @@ class ShmLink(Link):
         self._maps.clear()
         self._quiet.clear()
         if self._page is not None:
+            self._bell.leave(self)
             self._page.close()
             self._page = None
         self._settle_all(self.lost)

@@ -14,6 +14,7 @@ from kv_core.errors import KVError
 from kv_transport import doorbell
 from kv_transport.arena import Arena
 from kv_transport.backends.base import Surroundings
+from kv_transport.backends.bell import Bell
 from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.backends.session import OwnerSession
 from kv_transport.doorbell import AnswersGiven
@@ -40,12 +41,19 @@ class ShmSession(OwnerSession):
     one_sided = True
 
     def __init__(
-        self, around: Surroundings, peer: PeerName, sock: socket.socket, pid: int, on_end: Callable[[], None]
+        self,
+        around: Surroundings,
+        peer: PeerName,
+        sock: socket.socket,
+        pid: int,
+        bell: Bell,
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(around, peer, self._connection_over)
         self._gone = on_end
         self._pidfd = -1
         self._peer_text = str(peer)
+        self._bell = bell
         self._page: AnswersGiven | None = None
         self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
         self._socket.takes_descriptors = True  # beside the first frame
@@ -107,6 +115,7 @@ class ShmSession(OwnerSession):
 
     def _put(self, data: memoryview) -> None:
         self._hear()
+        self._bell.heard()
         try:
             seq, put, region, offset, nbytes, nonce, notif = doorbell.read(data, self.peer)
             self._around.ledger.place_piece(self, put, region, offset, nbytes, nonce, notif)
@@ -117,8 +126,12 @@ class ShmSession(OwnerSession):
                 self._offence(str(offence))
             return
         if self._page is None or self._page.give(seq):
-            # Whoever waits for the notification is woken first: the writer does not wait, it has gone on.
-            self._around.loop.call_soon(self._send, Acked(seq))
+            # Whoever waits for the notification is woken first, and may answer with a put.
+            self._around.loop.call_soon(self._acknowledge, seq, self._bell.rung)
+
+    def _acknowledge(self, seq: int, rung: int) -> None:
+        if self._page is None or self._bell.rung == rung:
+            self._send(Acked(seq))
 
     def _placed(self, frame: Placed) -> None:
         try:
