@@ -26,7 +26,7 @@ class Node:
         tokens = TOKENS[: num_blocks * BLOCK_SIZE]
         self.pool.commit(opened.table, namespace.digest, 0, hash_tokens(namespace, tokens), tokens)
         self.pool.release(opened.table)
-        self.log.record(self.pool.take_events(), 1, "request")
+        self.log.record(self.pool.take_events(), 1)
 
     def verdicts(self, tokens: list[int] = TOKENS) -> list[Verdict]:
         explained = Explainer(self.pool, self.log, self.index, NAMESPACES).explain(NS, tokens)
@@ -49,25 +49,52 @@ def test_the_block_of_the_last_token_is_left_to_compute() -> None:
 def test_evicted_says_when_and_for_whom() -> None:
     node = Node(4)
     node.store(4)
-    table = node.pool.open("big", None, 2).table
-    node.log.record(node.pool.take_events(), 77, "request big needed 2 slots")
+    table = node.pool.open("request big", None, 1).table
+    node.log.record(node.pool.take_events(), 1_766_000_000_250_999_999)
+    node.pool.append(table, 1)
+    node.log.record(node.pool.take_events(), 1_766_000_001_000_000_000)
     explained = Explainer(node.pool, node.log).explain(NS, TOKENS)
     assert [block.verdict for block in explained] == [Verdict.HIT] * 2 + [Verdict.EVICTED] * 2
-    assert explained[2].detail == "at 77 ns: request big needed 2 slots"
+    assert [block.detail for block in explained[2:]] == [
+        "at 2025-12-17T19:33:21.000+00:00: request big needed its slot",
+        "at 2025-12-17T19:33:20.250+00:00: request big needed its slot",
+    ]
     node.pool.release(table)
     node.store(4)
     assert node.verdicts() == [Verdict.HIT] * 4
+
+
+def test_what_went_ahead_of_need_or_for_a_copy_says_so() -> None:
+    node = Node(4)
+    node.store(4)
+    node.pool.evict(1)
+    node.log.record(node.pool.take_events(), 0)
+    explained = Explainer(node.pool, node.log).explain(NS, TOKENS)
+    assert explained[3].detail == "at 1970-01-01T00:00:00.000+00:00: room was made ahead of need"
+    reader = node.pool.open("reader", node.pool.match(NS.digest, NAMES[:1], TOKENS[: BLOCK_SIZE + 1]), 1)
+    writer = node.pool.fork(reader.table, "writer", BLOCK_SIZE + 1)
+    node.log.record(node.pool.take_events(), 0)
+    assert node.pool.prepare_append(writer.table, BLOCK_SIZE + 1) is not None
+    node.log.record(node.pool.take_events(), 0)
+    explained = Explainer(node.pool, node.log).explain(NS, TOKENS)
+    assert explained[2].detail.endswith(": writer needed its slot")
 
 
 def test_purged_and_check_failed() -> None:
     node = Node()
     node.store(4)
     node.pool.drop(NAMES[2], RemovalReason.CHECK_FAILED)
-    node.log.record(node.pool.take_events(), 2, "CRC-64 of layer 3")
+    node.log.record(node.pool.take_events(), 2)
     assert node.verdicts()[2:] == [Verdict.CHECK_FAILED] * 2
     node.pool.purge()
-    node.log.record(node.pool.take_events(), 3, "operator")
-    assert node.verdicts()[:2] == [Verdict.PURGED] * 2
+    node.log.record(node.pool.take_events(), 3)
+    explained = Explainer(node.pool, node.log).explain(NS, TOKENS)
+    assert [block.verdict for block in explained[:2]] == [Verdict.PURGED] * 2
+    assert explained[0].detail.endswith(": its namespace was purged")
+    assert [block.detail.partition(": ")[2] for block in explained[2:]] == [
+        "its bytes were not what was sealed",
+        "a block before it is gone",
+    ]
 
 
 def test_held_elsewhere_and_behind_a_gap() -> None:
@@ -120,6 +147,6 @@ def test_the_log_of_removals_is_bounded_and_forgets_the_oldest() -> None:
     node, log = Node(), RemovalLog(limit=2)
     node.store(4)
     node.pool.purge()
-    log.record(node.pool.take_events(), 1, "operator")
+    log.record(node.pool.take_events(), 1)
     assert [log.get(name) is None for name in NAMES] == [False, False, True, True]
     assert log.get(BlockHash(b"?" * 16, 0)) is None

@@ -215,6 +215,7 @@ async def test_a_process_killed_in_a_purged_spill_serves_nothing_of_it_in_its_ne
     async with life(tmp_path / "killed") as later:
         if heard in ("kept beside the blocks", "and the prompt was computed since"):
             later.node.replica.purge([NS.digest])
+            later.node.tiers.tick()
         if heard == "not: its weights are gone":
             with PortReservation() as ports:
                 config = local_config(ports, model=ModelSection(id=NS.model_id))
@@ -247,12 +248,38 @@ async def test_what_comes_with_an_older_count_of_purges_than_is_watched_is_purge
     watch = PurgeWatch(node.replica.manager, lambda digest: True)
     namespace = node.replica.know(NS)
     node.replica.purge([NS.digest])
+    # Told of between a purge and the look that follows it: it may have been stored before.
     watch.follow(namespace)
-    assert list(watch.purged()) == []
+    assert watch.followed(namespace) == 0
+    assert list(watch.purged()) == [(NS.digest, 1)] and watch.followed(namespace) == 1
     watch.follow(namespace, 0)
     watch.follow(namespace, 1)
     assert list(watch.purged()) == [(NS.digest, 1)] and list(watch.purged()) == []
     node.arena.close()
+
+
+@pytest.mark.parametrize("told", ["before its tick", "by its tick"])
+async def test_what_was_stored_before_a_purge_and_told_of_after_it_stays_nowhere(told: str, tmp_path: Path) -> None:
+    """What a pool does is told of a few milliseconds later."""
+    async with life(tmp_path / "now") as below:
+        node = below.node
+        below.open()
+        for medium in below.media:
+            medium.let_go()
+        flush = node.flush
+        node.flush = lambda: None  # type: ignore[method-assign]
+        node.compute(TOKENS)
+        node.flush = flush  # type: ignore[method-assign]
+        assert node.in_memory(TOKENS) == 8
+        node.replica.purge([NS.digest])
+        if told == "before its tick":
+            node.flush()
+            await below.at_rest()
+        node.tiers.tick()
+        await below.at_rest()
+        node.tiers.tick()
+        await below.nothing_readable()
+    assert media_of(tmp_path / "now") == [0, 0]
 
 
 async def test_a_tier_that_opens_between_a_purge_and_its_tick_takes_nothing_purged(tmp_path: Path) -> None:

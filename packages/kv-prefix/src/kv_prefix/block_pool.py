@@ -80,7 +80,7 @@ class BlockPool(PoolHolds):
             self._slots.withdraw(source[0])
             self._slots.generation[source[0]] += 1
             hold.slots.extend(source)
-        hold.slots.extend(self._slots.take(num_new - adopt, account))
+        hold.slots.extend(self._slots.take(num_new - adopt, account, owner))
         num_tokens = hold.num_committed * self.block_size + (partial.num_tokens if partial else 0)
         copy = None
         if partial is not None and not adopt:
@@ -105,7 +105,7 @@ class BlockPool(PoolHolds):
         if num_new < 0:
             raise InvalidRequestError(name="num_new", value=num_new, rule="need 0 or more")
         hold = self._holds.get(table, HoldKind.TABLE)
-        taken = self._slots.take(num_new, hold.account)
+        taken = self._slots.take(num_new, hold.account, hold.receipt.owner)
         hold.slots.extend(taken)
         hold.tail = None
         return self._refs(taken)
@@ -206,7 +206,7 @@ class BlockPool(PoolHolds):
             raise BlockMismatchError(detail=f"no block behind {num_tokens} tokens in a table of {len(hold.slots)}")
         source = hold.slots[block_idx]
         if self._slots.refs[source] > 1 or self._slots.committed[source]:
-            (hold.slots[block_idx],) = self._slots.take(1, hold.account)
+            (hold.slots[block_idx],) = self._slots.take(1, hold.account, hold.receipt.owner)
             hold.num_committed = min(hold.num_committed, block_idx)
             hold.tail = None
             # The table's own reference to the source becomes the copy's.

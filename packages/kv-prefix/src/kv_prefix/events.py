@@ -54,12 +54,17 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """One full block stopped being readable under its hash."""
+    """One full block stopped being readable under its hash.
+
+    Attributes:
+        needed_by: of an evicted block, who was given its slot; empty when room was made ahead of need.
+    """
 
     namespace: bytes
     block_idx: int
     block_hash: BlockHash
     reason: RemovalReason
+    needed_by: str = ""
 
 
 PoolEvent = BlocksStored | BlockRemoved

@@ -9,6 +9,7 @@ X1: a block has one verdict, the first that applies in the order of `Verdict`.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from enum import Enum
 
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra, Tokens, hash_tokens, token_bytes
@@ -50,13 +51,33 @@ class BlockExplanation:
     holders: tuple[NodeId, ...] = ()
 
 
+_CAUSES = {
+    RemovalReason.EVICTED: "room was made ahead of need",
+    RemovalReason.PURGED: "its namespace was purged",
+    RemovalReason.CHECK_FAILED: "its bytes were not what was sealed",
+    RemovalReason.PARENT_REMOVED: "a block before it is gone",
+    RemovalReason.EXPIRED: "its time was over",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """When a block went, why, and on whose behalf."""
+    """When a block went, why, and on whose behalf.
+
+    Attributes:
+        when_ns: on the wall.
+        needed_by: of an evicted block, whoever was given its slot; empty when room was made ahead of need.
+    """
 
     reason: RemovalReason
     when_ns: int
-    cause: str
+    needed_by: str = ""
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.when_ns // 1_000_000 / 1_000, UTC).isoformat(timespec="milliseconds")
+        if self.reason is RemovalReason.EVICTED and self.needed_by:
+            return f"at {when}: {self.needed_by} needed its slot"
+        return f"at {when}: {_CAUSES[self.reason]}"
 
 
 class RemovalLog:
@@ -66,15 +87,11 @@ class RemovalLog:
         self._limit = limit
         self._removals: OrderedDict[bytes, Removal] = OrderedDict()
 
-    def record(self, events: Iterable[PoolEvent], now_ns: int, cause: str) -> None:
-        """Remember the removals among a pool's events.
-
-        Args:
-            cause: on whose behalf the pool was called, such as "request r-17 needed 12 slots".
-        """
+    def record(self, events: Iterable[PoolEvent], now_ns: int) -> None:
+        """Remember the removals among a pool's events; `now_ns` is the wall's time."""
         for event in events:
             if isinstance(event, BlockRemoved):
-                self._removals[event.block_hash.sequence] = Removal(event.reason, now_ns, cause)
+                self._removals[event.block_hash.sequence] = Removal(event.reason, now_ns, event.needed_by)
                 self._removals.move_to_end(event.block_hash.sequence)
         while len(self._removals) > self._limit:
             self._removals.popitem(last=False)
@@ -151,7 +168,7 @@ class Explainer:
             return Verdict.AFTER_GAP, f"{', '.join(holders)} has it, but not every block before it", holders
         removal = self._removals.get(name)
         if removal is not None:
-            return _OF_REASON[removal.reason], f"at {removal.when_ns} ns: {removal.cause}", ()
+            return _OF_REASON[removal.reason], str(removal), ()
         lost = self._index.lost_with(name) if self._index else None
         if lost is not None:
             return Verdict.HOLDER_LOST, f"only {lost.node} (incarnation {lost.incarnation}) had it", (lost.node,)

@@ -86,8 +86,11 @@ class SlotTable:
                 total=self.total,
             )
 
-    def take(self, need: int, account: int = 0) -> list[int]:
+    def take(self, need: int, account: int = 0, owner: str = "") -> list[int]:
         """Hand out `need` slots with one reference each, evicting as needed; all or nothing.
+
+        Args:
+            owner: on whose behalf, for whoever asks later why a block went.
 
         Raises:
             NoSpaceError: fewer are free or evictable, or the account may have no more; nothing was changed.
@@ -98,9 +101,9 @@ class SlotTable:
             for _ in range(self.quotas.lacking(account, need)):
                 own = self.quotas.own_victim(account)
                 assert own is not None, "some evictable block of an account is a leaf"
-                self._evict(own)
+                self._evict(own, owner)
         while self.num_free < need:
-            self._evict_one()
+            self._evict_one(owner)
         taken: list[int] = []
         for _ in range(need):
             slot = self._free.pop()
@@ -233,20 +236,20 @@ class SlotTable:
         slots.reverse()
         return slots
 
-    def _evict_one(self) -> None:
+    def _evict_one(self, owner: str = "") -> None:
         slot = self._policy.victim()
         assert slot is not None, "S2: some cached slot is a leaf"
-        self._evict(slot)
+        self._evict(slot, owner)
 
-    def _evict(self, slot: int) -> None:
+    def _evict(self, slot: int, owner: str) -> None:
         self.num_evicted += 1
-        self._remove(slot, RemovalReason.EVICTED, evicted=True)
+        self._remove(slot, RemovalReason.EVICTED, evicted=True, owner=owner)
 
-    def _remove(self, slot: int, reason: RemovalReason, evicted: bool) -> None:
+    def _remove(self, slot: int, reason: RemovalReason, evicted: bool, owner: str = "") -> None:
         """Take a leaf out of the tree; its slot is freed unless someone holds it."""
         block_hash = self.hash[slot]
         if block_hash is not None:
-            self.events.append(BlockRemoved(self.namespace[slot], self.depth[slot], block_hash, reason))
+            self.events.append(BlockRemoved(self.namespace[slot], self.depth[slot], block_hash, reason, owner))
         if not self.refs[slot]:
             self._count_cached(slot, -1)
             self._unlink(slot, evicted)

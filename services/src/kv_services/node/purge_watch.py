@@ -2,7 +2,8 @@
 
 Knows counts of purges and whether anything of a namespace is held; what a purge does is `tiers`' business.
 
-W1: whatever is held of a namespace that was purged since it was followed is told of once.
+W1: whatever is held of a namespace that was purged since it was followed is told of once. What was stored just before
+    a purge may be told of after it, so what comes between a purge and the next look counts as stored before it.
 W2: what is kept is bounded by what is held, since a client may name a namespace for each of its requests.
 """
 
@@ -31,13 +32,24 @@ class PurgeWatch:
         self._is_held = is_held
         self._seen: dict[NamespaceRef, int] = {}
         self._min = self._limit = watched_min
-        self._looked_at = -1
+        self._looked_at = manager.num_purges
 
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there was a purge, of whatever namespace, since the last look."""
+        return self._looked_at != self._manager.num_purges
+
+    def followed(self, namespace: NamespaceRef) -> int:
+        """How many purges of a namespace what is stored now has followed: those that were looked at."""
+        now = self._manager.namespace_epoch(namespace)
+        return min(now, self._seen.get(namespace, now))
+
     def follow(self, namespace: NamespaceRef, epoch: int | None = None) -> None:
-        """Something of this namespace is held; `epoch`: the purges that it followed, all so far unless told."""
+        """Something of this namespace is held; `epoch`: the purges that it followed, all that were looked at unless
+        told."""
         before = self._seen.get(namespace)
         if before is not None:
             if epoch is not None and epoch < before:
@@ -45,7 +57,9 @@ class PurgeWatch:
                 self._seen[namespace], self._looked_at = epoch, -1
             return
         now = self._manager.namespace_epoch(namespace)
-        self._seen[namespace] = now if epoch is None else min(now, epoch)
+        if epoch is None:
+            epoch = now - 1 if now and self.is_due else now
+        self._seen[namespace] = min(now, epoch)
         if self._seen[namespace] < now:
             self._looked_at = -1
         if len(self._seen) > self._limit:

@@ -148,7 +148,7 @@ class Tiers:
 
     def observe(self, events: Sequence[PoolEvent]) -> None:
         """The pool stored or removed blocks."""
-        self.removals.record(events, self._clock.wall_ns(), "its slot was needed, or it was purged")
+        self.removals.record(events, self._clock.wall_ns())
         for event in events:
             if isinstance(event, BlocksStored):
                 self.watch.follow(self._replica.known(event.namespace, self._pool.block_size))
@@ -159,7 +159,7 @@ class Tiers:
     def scopes_of(self, namespace: bytes) -> tuple[bytes, int]:
         """What is stored beside a block: by what it can be purged, and how often its namespace was."""
         ref = self._replica.known(namespace, self._pool.block_size)
-        return b"".join(ref.scopes), self._replica.manager.namespace_epoch(ref)
+        return b"".join(ref.scopes), self.watch.followed(ref)
 
     def on_events(self, tier: NodeTier, events: Sequence[TierEvent]) -> None:
         """Publish what a tier gained and lost as claims."""
@@ -232,6 +232,9 @@ class Tiers:
         return self._pool.has_any(namespace) or any(tier.catalog.has_any(namespace) for tier in self.tiers)
 
     def _purge_those_due(self) -> None:
+        if self.watch.is_due:
+            # What was stored before the purge and is not told of yet counts with what was there.
+            self._flush()
         for digest, epoch in self.watch.purged():
             self._purge(digest, epoch)
 
