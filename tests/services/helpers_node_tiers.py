@@ -105,8 +105,8 @@ class Node:
         self.tiers.add(self.disk)
         self.tiers.tick()
 
-    def tier(self, tier: Tier, opened: Opened) -> NodeTier:
-        queue = SpillQueue(self.pool, opened.catalog, 4, self.tiers.scopes_of)
+    def tier(self, tier: Tier, opened: Opened, spills_max: int = 4) -> NodeTier:
+        queue = SpillQueue(self.pool, opened.catalog, spills_max, self.tiers.scopes_of)
         cost = TierCost(tier.name.lower(), GEOMETRY.block_nbytes, ns_per_byte=1.0, overhead_ns=1000.0)
         return NodeTier(tier, opened, queue, self.arena, self.clock, self.metrics, cost, on_events=self.tiers.on_events)
 
