@@ -12,7 +12,8 @@ from kv_transport import ReadGrant, WriteGrant
 from kv_transport.config import TransportName
 from kv_transport.errors import ConnectionLost, StaleIncarnation, TransferTimeout, UnknownPeer
 from tests.transport.helpers_process import PeerProcess, peer_process
-from tests.transport.helpers_transport import SMALL, Node, config, eventually, node
+from tests.transport.helpers_proxy import proxied
+from tests.transport.helpers_transport import LARGE, SMALL, Node, config, eventually, introduce, node
 
 REQUEST = RequestId("request-1")
 QUICK: dict[str, int] = {
@@ -21,6 +22,9 @@ QUICK: dict[str, int] = {
     "fence_timeout_ms": 100,
     "connect_timeout_ms": 500,
 }
+INSIDE_THE_FIRST_UNIT = 100_000
+"""Of a stream: far behind the handshake and the heads."""
+
 BLOCKS = 4
 TOKENS = BLOCKS * SMALL.block_size
 
@@ -110,6 +114,36 @@ async def test_a_stopped_sender_that_is_killed_leaves_no_quarantine(tmp_path: Pa
         await peer.kill()
         await asyncio.wait_for(inbound.released(), 10)
         await nothing_left(me)
+
+
+async def test_a_host_that_vanishes_in_the_middle_of_a_unit_leaves_neither_quarantine_nor_connection(
+    tmp_path: Path,
+) -> None:
+    def vanish(start: int, piece: bytearray) -> None:
+        """What comes behind is lost, and the connection stays: nobody is there to end it."""
+        del piece[max(0, INSIDE_THE_FIRST_UNIT - start) :]
+
+    waits = {"silence_timeout_ms": 100_000, "unit_timeout_ms": 100_000}
+    patient = config("tcp", tmp_path, tcp_streams=1, heartbeat_ms=50, **waits)
+    async with (
+        node("prefill", patient, geometry=LARGE, slots=8) as sender,
+        node("decode", config("tcp", tmp_path, tcp_streams=1, **QUICK), geometry=LARGE, slots=8) as me,
+    ):
+        introduce(sender, me)
+        name = sender.agent.name
+        metadata = me.agent.get_agent_metadata(name.node, name.incarnation)
+        async with proxied(metadata, vanish) as through:
+            sender.agent.add_remote_agent(through)
+            grant = me.engine.grant_writes(REQUEST, me.blocks(1), seq_start=0, seq_end=LARGE.block_size)
+            inbound = me.engine.expect(REQUEST, grant, timeout_ms=60_000)
+            handover = sender.engine.open_handover(REQUEST, grant)
+            handover.submit(0, sender.filled(1, seed=1))
+            with pytest.raises(TransferTimeout):
+                await inbound.done()
+            await asyncio.wait_for(inbound.released(), 10)
+            assert me.agent.inventory().work == () and not me.agent.inventory().of("session")
+            await handover.cancel()
+            await sender.agent.remove_remote_agent(me.agent.name.node)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -72,3 +72,8 @@ HANDSHAKE_BYTES_MAX: Final = 1 * KIB
 
 SESSIONS_PER_PEER_MAX: Final = 64
 """Connections of one peer (several streams, and reconnection overlapping with the old ones)."""
+
+KEEPALIVE_IDLE_S: Final = 30
+KEEPALIVE_INTERVAL_S: Final = 5
+"""An idle TCP connection is probed so long after its last byte; one probe without an answer is enough to end it at the
+next, because `TCP_USER_TIMEOUT` is over by then. A process that stands still answers: its kernel does."""

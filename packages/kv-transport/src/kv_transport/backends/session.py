@@ -160,4 +160,8 @@ class OwnerSession(abc.ABC):
                 what="a sign of life", request=str(self.peer), timeout_ms=silent_ms, missing_layers=[]
             )
             self._around.ledger.session_silent(self, error)
+            if not self.one_sided:
+                # Its bytes land by our hand, so an end of the connection is a fence. None of a host that is gone would
+                # ever come, and half a unit would keep its slots for as long as we live.
+                self._finish(error, clean=False)
         self._arm()

@@ -166,6 +166,10 @@ class TcpBackend(Backend):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that vanishes leaves bytes unacknowledged: the kernel then ends the connection in our time, not its.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._around.config.silence_timeout_ms)
+        # Of a connection on which nothing is sent nobody would hear that the other host is gone.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.KEEPALIVE_INTERVAL_S)
 
     def _accept(self) -> None:
         while self._listener is not None:
