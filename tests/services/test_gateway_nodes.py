@@ -15,6 +15,7 @@ from kv_services.errors import NodeOverloadedError, RequestExpiredError, Request
 from kv_services.gateway.errors import GatewayError, NoNodesError, fault_of
 from kv_services.gateway.process import register_faults, why_unready
 from kv_services.gateway.request_actor import RequestActor
+from kv_services.membership.state import Effect
 from kv_transport.errors import ConnectionLost, QuarantineFull
 from tests.services.helpers_gateway_world import BUS, Answer, World
 
@@ -95,6 +96,19 @@ def test_a_client_that_leaves_in_the_first_moments_leaves_nothing_behind() -> No
         ]
 
     assert in_world(scenario) == (0, [])
+
+
+def test_whoever_is_idle_for_many_times_what_death_takes_is_still_a_member_and_serves() -> None:
+    async def scenario(world: World) -> tuple[Answer, list[Effect]]:
+        await world.start()
+        await asyncio.sleep(DEAD_S / 2)
+        seen: list[Effect] = []
+        world.view.on_change(seen.append)
+        await asyncio.sleep(30 * DEAD_S)
+        return await world.ask(), seen
+
+    answer, seen = in_world(scenario)
+    assert answer.tokens == [7] and seen == []
 
 
 def test_members_listed_elsewhere_are_not_missed_before_the_list_was_read() -> None:
