@@ -95,6 +95,17 @@ def test_a_piece_outside_its_memory_is_not_copied(put: Putting, there: int, here
 
 
 @both_put
+@pytest.mark.parametrize("which", ["to", "source", "message"])
+def test_memory_that_was_let_go_is_an_error_and_not_touched(put: Putting, which: str) -> None:
+    given = {"to": memoryview(bytearray(64)), "source": memoryview(b"x" * 64)}
+    text = doorbell.message(1, 0, 64, b"n")
+    message = memoryview(text)
+    {**given, "message": message}[which].release()
+    with pytest.raises(ValueError, match="released"):
+        put(-1, given["to"], given["source"], 0, message, 1, 2, 3)  # type: ignore[arg-type]
+
+
+@both_put
 def test_a_message_that_cannot_leave_now_waits_complete(put: Putting) -> None:
     to, text = memoryview(bytearray(64)), doorbell.message(1, 0, 64, b"n")
     with packets() as (mine, _):

@@ -55,7 +55,7 @@ static int is_failed(uint64_t value)
 }
 
 /* put(fd, to, source, source_offset, message, seq, put, nonce): copies the piece that the message describes, completes
- * the message and sends it. Gives what became of it, or -errno; with fd -1 nothing is sent. */
+ * the message and sends it. Gives what became of it; with fd -1 nothing is sent. */
 static PyObject *py_put(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     (void)self;
@@ -76,13 +76,13 @@ static PyObject *py_put(PyObject *self, PyObject *const *args, Py_ssize_t count)
             return NULL;
     }
     Py_buffer to, source, message;
+    PyObject *result = NULL;
     if (get(args[1], &to, PyBUF_WRITABLE, "to", -1) < 0)
         return NULL;
     if (get(args[2], &source, PyBUF_SIMPLE, "source", -1) < 0)
         goto to_only;
     if (get(args[4], &message, PyBUF_WRITABLE, "message", -1) < 0)
         goto two;
-    PyObject *result = NULL;
     uint8_t *text = message.buf;
     if (message.len < NOTIF_AT) {
         PyErr_SetString(PyExc_ValueError, "the message is too short");
@@ -110,11 +110,12 @@ static PyObject *py_put(PyObject *self, PyObject *const *args, Py_ssize_t count)
     store(header + CRC_AT, ~sum(header, CRC_AT, ~0ULL));
     long outcome = WAITS;
     if (fd >= 0) {
-        ssize_t sent = send((int)fd, text, (size_t)message.len, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent >= 0)
+        if (send((int)fd, text, (size_t)message.len, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0)
             outcome = SENT;
-        else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-            outcome = -errno;
+        else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            goto all;
+        }
     }
     result = PyLong_FromLong(outcome);
 all:

@@ -101,8 +101,18 @@ __attribute__((target("pclmul,sse2"))) static uint64_t crc_folded(uint64_t crc, 
     const size_t ahead = n < LAG ? n : LAG;
     if (from)
         memcpy(p, from, ahead);
-    if (n < 256)
-        return crc_plain(crc, p, n);
+    if (n < 256) {
+        if (n < 32)
+            return crc_plain(crc, p, n);
+        const __m128i by_block = _mm_set_epi64x((long long)fold_high[1], (long long)fold_low[1]);
+        __m128i x = _mm_xor_si128(LOAD(p), _mm_cvtsi64_si128((long long)crc));
+        size_t done = 16;
+        for (; n - done >= 16; done += 16)
+            x = fold(x, by_block, LOAD(p + done));
+        uint8_t folded[16];
+        _mm_storeu_si128((__m128i *)folded, x);
+        return crc_plain(crc_plain(0, folded, 16), p + done, n - done);
+    }
     const __m128i by_1024 = _mm_set_epi64x((long long)fold_high[0], (long long)fold_low[0]);
     const __m128i by_128 = _mm_set_epi64x((long long)fold_high[1], (long long)fold_low[1]);
     size_t copied = from ? ahead : n, at = 128;

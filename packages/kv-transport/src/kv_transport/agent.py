@@ -420,6 +420,9 @@ class TransferAgent:
 
     def _posting_over(self, regions: Iterable[int], posting: Posting) -> None:
         self._unuse(regions)
+        if isinstance(posting, DirectPost) and posting.landed_here:
+            self._totals.count_put(posting.first_link.scheme, posting.total_bytes)
+            return
         self._totals.count(posting.stats(), fetched=posting.kind == "fetch", failed=posting.error is not None)
 
     def _unuse(self, regions: Iterable[int]) -> None:

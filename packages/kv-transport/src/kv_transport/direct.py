@@ -12,12 +12,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_transport.backends.base import Link
 from kv_transport.codec_choice import CodecPolicy
 from kv_transport.errors import TransferTimeout
-from kv_transport.types import TransferPriority, TransferStats, XferState
+from kv_transport.types import TransferPriority, TransferStats, XferOp, XferState
 from kv_transport.units import Unit
 
 
@@ -65,17 +64,16 @@ class DirectPost:
     """
 
     __slots__ = (
-        "_clock",
         "_ended_ns",
         "_heir",
         "_host",
         "_link",
-        "_settled",
-        "_started_ns",
+        "_waiters",
         "key",
         "name",
         "on_release",
         "policy",
+        "since_ns",
         "unit",
     )
 
@@ -86,7 +84,6 @@ class DirectPost:
         name: str,
         unit: Unit,
         link: Link,
-        clock: Clock,
         policy: Callable[[], CodecPolicy],
         on_release: Callable[[Posting], None],
     ) -> None:
@@ -95,13 +92,12 @@ class DirectPost:
         self.unit: Final = unit
         self.policy: Final = policy
         self.on_release: Final = on_release
+        self.since_ns = 0
         self._host = host
         self._link = link
-        self._clock = clock
-        self._started_ns = clock.monotonic_ns()
         self._ended_ns = 0
         self._heir: Posting | None = None
-        self._settled: asyncio.Event | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def kind(self) -> str:
@@ -125,6 +121,11 @@ class DirectPost:
         return self._link
 
     @property
+    def landed_here(self) -> bool:
+        """The link that it was posted to has carried it."""
+        return self._ended_ns > 0
+
+    @property
     def state(self) -> XferState:
         if self._heir is None and self.at_rest:
             return XferState.DONE
@@ -144,14 +145,14 @@ class DirectPost:
         if self._heir is not None:
             return self._heir.stats()
         if not self._ended_ns:
-            return TransferStats(duration_ns=self._clock.monotonic_ns() - self._started_ns)
+            return TransferStats()
         nbytes = self.unit.nbytes
         return TransferStats(
             nbytes=nbytes,
             wire_nbytes=nbytes,
             units=1,
             transports={self._link.scheme: nbytes},
-            duration_ns=self._ended_ns - self._started_ns,
+            duration_ns=self._ended_ns - self.since_ns,
             codecs={"none": 1},
         )
 
@@ -175,21 +176,22 @@ class DirectPost:
         if not self.at_rest and self._heir is None:
             self._link.want_answers()
             if not self._ended_ns and self._heir is None:
-                if self._settled is None:
-                    self._settled = asyncio.Event()
-                await self._settled.wait()
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+                await waiter
         if self._heir is not None:
             await self._heir.released()
 
     # For the peer.
 
-    def settled(self, error: KVError | None) -> None:
+    def settle(self, error: KVError | None) -> None:
         """The link is done with it."""
         self._host.direct_settled(self, error)
 
     def landed(self) -> None:
         """Its bytes are verified at their destination."""
-        self._ended_ns = self._clock.monotonic_ns() or 1
+        # A put ends with the peer's answer, which was taken just now; a read asks nobody.
+        self._ended_ns = self._link.heard_ns if self.unit.op is XferOp.WRITE else self._link.now_ns()
         self.on_release(self)
         self._wake()
 
@@ -199,5 +201,6 @@ class DirectPost:
         self._wake()
 
     def _wake(self) -> None:
-        if self._settled is not None:
-            self._settled.set()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)

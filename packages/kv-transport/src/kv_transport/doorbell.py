@@ -22,6 +22,7 @@ after the put of that `seq` was accepted, and no two puts without an answer shar
 
 import os
 import struct
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -64,6 +65,8 @@ _NO_RESERVE: Final = MemoryBudget(reserve_nbytes=0)
 _HEADER: Final = plain_header(1)
 _HEADER_BYTES: Final = _HEADER.attempt(0, 0)
 
+Putting = Callable[[int, memoryview, memoryview, int, bytearray, int, int, int], int]
+
 Put = tuple[int, int, int, int, int, int, bytes]
 """seq, put, region, offset, nbytes, nonce, notification."""
 
@@ -73,7 +76,7 @@ def message(region: int, offset: int, nbytes: int, notif: bytes) -> bytearray:
     return bytearray(_FIXED.pack(MARK, 0, 0, region, offset, nbytes) + _HEADER_BYTES + notif)
 
 
-def put(
+def plain_put(
     fd: int,
     to: memoryview,
     source: memoryview,
@@ -97,25 +100,6 @@ def put(
         IndexError: the piece lies outside; nothing was copied.
         OSError: the socket is broken.
     """
-    if _compiled is None:
-        return plain_put(fd, to, source, source_offset, text, seq, number, nonce)
-    outcome = _compiled.put(fd, to, source, source_offset, text, seq, number, nonce)
-    if outcome < 0:
-        raise OSError(-outcome, os.strerror(-outcome))
-    return outcome
-
-
-def plain_put(
-    fd: int,
-    to: memoryview,
-    source: memoryview,
-    source_offset: int,
-    text: bytearray,
-    seq: int,
-    number: int,
-    nonce: int,
-) -> int:
-    """The same without compiled code."""
     _, _, _, region, offset, nbytes = _FIXED.unpack_from(text)
     cell = np.array([[offset, source_offset, nbytes]], np.int64)
     if nbytes < 1:
@@ -131,6 +115,12 @@ def plain_put(
     except (BlockingIOError, InterruptedError):
         return WAITS
     return SENT
+
+
+put: Putting = plain_put
+"""The same, compiled where it can be."""
+if _compiled is not None:
+    put = _compiled.put
 
 
 def read(text: memoryview | bytes, peer: PeerName) -> Put:
@@ -169,12 +159,13 @@ def seq_of(text: memoryview | bytes, peer: PeerName) -> int:
 class AnswersWanted:
     """The writer's side of a page of answers."""
 
-    __slots__ = ("_buffer", "_view", "_waits")
+    __slots__ = ("_buffer", "_view", "waits")
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
         self._view = buffer.data_view
-        self._waits = False
+        self.waits = False
+        """What `wait` said last."""
 
     @classmethod
     def create(cls) -> "AnswersWanted | None":
@@ -196,8 +187,8 @@ class AnswersWanted:
 
     def wait(self, on: bool) -> None:
         """Whether the owner is to send a frame with each answer from now on; look for answers after asking for it."""
-        if on is not self._waits:
-            self._waits = on
+        if on is not self.waits:
+            self.waits = on
             _compiled.await_answers(self._view, int(on))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import PeerHistory
-from kv_transport.ticket_checks import check_open_piece, check_plain_unit, codec_of, require_generations, unpack_checks
+from kv_transport.ticket_checks import check_plain_unit, codec_of, refuse_piece, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
 from kv_transport.unit_header import check_header, combined, ticket_header
@@ -304,7 +304,10 @@ class Ledger:
             with self._lock:
                 history = self._history(session.peer)
                 history.nonces.use(nonce)
-                check_open_piece(self._regions, region, offset, nbytes, session.peer)
+                found = self._regions.get(region)
+                inside = 1 <= nbytes <= limits.UNIT_BYTES_MAX and 0 <= offset <= found.nbytes - nbytes
+                if not inside or found.access is not Access.WRITE:
+                    refuse_piece(found, offset, nbytes, session.peer)
                 fresh = notif and history.puts.announce(put)
         except KVError:
             self.refusals += 1
@@ -374,9 +377,7 @@ class Ledger:
         self._tell(landing.session, head)
 
     def _tell(self, session: Session, head: UnitHead) -> None:
-        """What a unit brought beside its bytes, which are verified; once, however often they are put. Raises
-        `ForgottenPut`.
-        """
+        """What a unit brought beside its bytes, which are verified; once a put. Raises `ForgottenPut`."""
         if not head.notif:
             return
         with self._lock:
@@ -396,8 +397,7 @@ class Ledger:
             if cells:
                 slots = entry.slots[head.start : head.end][cells]
                 entry.arena.checks[head.layer, slots] = np.array(stored, np.uint64)[cells]
-            nbytes = sum(landing.sizes[cell] for cell in cells)
-            entry.nbytes += nbytes
+            entry.nbytes += (nbytes := sum(landing.sizes[cell] for cell in cells))
             entry.wire_nbytes += nbytes if wire_nbytes is None else wire_nbytes
             entry.units += 1
             if cells:

@@ -137,19 +137,19 @@ class Peer:
         """Post the only unit of a transfer past the queue, where the link moves it at once and nothing would be
         overtaken; None where that is not so. `policy` is for the flow that takes over if it comes back.
         """
-        link = self._standing_link(None)
-        if link is None or not link.moves_at_once(unit):
+        link = self._links.get(self._preferred)
+        if link is None or link.lost is not None or not link.moves_at_once(unit):
             return None
         key = self._serial + 1
         if not self._scheduler.pass_through(key):
             # What is in flight may have been answered without a word.
             link.take_answers()
             key = self._serial + 1
-            if link.lost is not None or not self._scheduler.pass_through(key):
+            if self._links.get(link.scheme) is not link or not self._scheduler.pass_through(key):
                 return None
         self._serial = key
-        post = self._direct[key] = DirectPost(self, key, name, unit, link, self._around.clock, policy, on_release)
-        link.post_quietly(unit, post.settled)
+        post = self._direct[key] = DirectPost(self, key, name, unit, link, policy, on_release)
+        link.post_quietly(post)
         return post
 
     def direct_settled(self, post: DirectPost, error: KVError | None) -> None:

@@ -62,6 +62,11 @@ class Totals:
     retries: int = 0
     notifs_dropped: int = 0
 
+    def count_put(self, scheme: str, nbytes: int) -> None:
+        """One transfer of one unit has ended well, without a retry."""
+        self.sent[scheme] = self.sent.get(scheme, 0) + nbytes
+        self.done += 1
+
     def count(self, stats: TransferStats, *, fetched: bool, failed: bool) -> None:
         """One transfer has ended."""
         into = self.fetched if fetched else self.sent

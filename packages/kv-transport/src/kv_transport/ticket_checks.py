@@ -63,27 +63,23 @@ def unpack_runs(head: UnitHead, nbytes: int, peer: PeerName) -> tuple[list[int],
     return offsets, sizes
 
 
-def check_open_piece(regions: RegionTable, region: int, offset: int, nbytes: int, peer: PeerName) -> MemoryRegion:
-    """One piece of a region that is open for writing.
+def refuse_piece(region: MemoryRegion, offset: int, nbytes: int, peer: PeerName) -> None:
+    """Raise what is wrong with a put of one piece.
 
     Raises:
-        UnknownRegion, GrantRefused, InvalidDescriptor: it lies outside.
+        GrantRefused: the region is not open for writing.
+        InvalidDescriptor: the piece lies outside it.
         FrameRefused: it is longer than a unit.
     """
-    found = open_region(regions, region)
-    if nbytes < 1 or offset < 0 or offset + nbytes > found.nbytes:
-        check_piece(XferDesc(RegionId(region), offset, nbytes), found.nbytes)
-    if nbytes > limits.UNIT_BYTES_MAX:
-        raise FrameRefused(peer=str(peer), reason=f"a unit of {nbytes} bytes")
-    return found
+    require_open(region)
+    check_piece(XferDesc(RegionId(region.region), offset, nbytes), region.nbytes)
+    raise FrameRefused(peer=str(peer), reason=f"a unit of {nbytes} bytes")
 
 
-def open_region(regions: RegionTable, region: int) -> MemoryRegion:
-    """Raises `UnknownRegion`, or `GrantRefused` for one that is not open for writing."""
-    found = regions.get(region)
-    if found.access is not Access.WRITE:
-        raise GrantRefused(ticket=0, reason=f"region {region} is not open for writing")
-    return found
+def require_open(region: MemoryRegion) -> None:
+    """Raises `GrantRefused` for a region that is not open for writing."""
+    if region.access is not Access.WRITE:
+        raise GrantRefused(ticket=0, reason=f"region {region.region} is not open for writing")
 
 
 def codec_of(session: Session, head: UnitHead) -> Codec:
@@ -108,7 +104,8 @@ def check_plain_unit(
     Raises:
         UnknownRegion, GrantRefused, FrameRefused, InvalidDescriptor, ChecksumMismatch.
     """
-    region = open_region(regions, head.region)
+    region = regions.get(head.region)
+    require_open(region)
     codec = codec_of(session, head)
     if codec is not Codec.NONE and not codec.lossless:
         raise FrameRefused(peer=str(session.peer), reason=f"plain bytes in {codec.value}")

@@ -102,6 +102,8 @@ class Xfer:
         """
         if self._posting is None:
             raise XferActive(xfer=self.name, state=self.state.value, action="waiting before it is posted")
+        if self._posting.at_rest and self._posting.error is None:
+            return self._posting.stats()
         return await self._posting.wait(timeout_ms)
 
     def release(self) -> None:

@@ -79,11 +79,23 @@ class LinkOwner(Protocol):
     def grant_fenced(self, ticket: int) -> None: ...
 
 
+class Posted(Protocol):
+    """What a link keeps of a unit on its way: `settle` is called once; `since_ns` is set by the link."""
+
+    since_ns: int
+
+    @property
+    def unit(self) -> Unit: ...
+
+    @property
+    def settle(self) -> SettleUnit: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Posted:
     unit: Unit
     settle: SettleUnit
-    since_ns: int
+    since_ns: int = 0
 
 
 class Link(abc.ABC):
@@ -100,7 +112,7 @@ class Link(abc.ABC):
         self._nonces = nonces
         self._owner = owner
         self._seq = 0
-        self._posted: dict[int, _Posted] = {}
+        self._posted: dict[int, Posted] = {}
         self._asked: dict[int, asyncio.Future[FromOwner]] = {}
         self._open: set[int] = set()
         self._fences: set[int] = set()
@@ -112,6 +124,15 @@ class Link(abc.ABC):
     @property
     def units_posted(self) -> int:
         return len(self._posted)
+
+    @property
+    def heard_ns(self) -> int:
+        """When the peer was heard last."""
+        return self._heard_ns
+
+    def now_ns(self) -> int:
+        """By the clock that `heard_ns` and `since_ns` are of."""
+        return self._around.clock.monotonic_ns()
 
     # What users of a link call.
 
@@ -125,11 +146,11 @@ class Link(abc.ABC):
 
     def post(self, unit: Unit, settle: SettleUnit) -> None:
         """Begin a unit. `settle(None)` when it is verified at its destination, else with the reason."""
-        self._begin(self._enlist(unit, settle), unit)
+        self._begin(self._enlist(_Posted(unit, settle)), unit)
 
-    def post_quietly(self, unit: Unit, settle: SettleUnit) -> None:
+    def post_quietly(self, posted: Posted) -> None:
         """The same, but that it is settled may only be found by `take_answers`, unless somebody `wants_answers`."""
-        self.post(unit, settle)
+        self._begin(self._enlist(posted), posted.unit)
 
     def take_answers(self) -> None:
         """Settle the quiet units that the peer has accepted."""
@@ -139,15 +160,15 @@ class Link(abc.ABC):
         """The same, now and as they come: somebody waits for them."""
         self.take_answers()
 
-    def _enlist(self, unit: Unit, settle: SettleUnit) -> int:
+    def _enlist(self, posted: Posted) -> int:
         """The number of a unit that is about to be posted."""
         if self.lost is not None:
             raise self.lost
         self._seq += 1
-        now = self._around.clock.monotonic_ns()
+        posted.since_ns = now = self._around.clock.monotonic_ns()
         if not self._posted and not self._asked:
             self._heard_ns = now  # silence counts from when there is something to answer
-        self._posted[self._seq] = _Posted(unit, settle, now)
+        self._posted[self._seq] = posted
         if self._timer is None:
             self._arm()
         return self._seq

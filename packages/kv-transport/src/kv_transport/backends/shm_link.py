@@ -11,7 +11,7 @@ import numpy as np
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport import doorbell, limits
 from kv_transport.arena import ArenaView, map_arena
-from kv_transport.backends.base import Link, LinkOwner, SettleUnit, Surroundings
+from kv_transport.backends.base import Link, LinkOwner, Posted, Surroundings
 from kv_transport.backends.bell import Bell
 from kv_transport.backends.seqpacket import FrameSocket
 from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
@@ -71,7 +71,7 @@ class ShmLink(Link):
     # Mapping.
 
     def moves_at_once(self, unit: Unit) -> bool:
-        return unit.nbytes <= limits.INLINE_COPY_BYTES_MAX and self._mapping(unit) is not None
+        return unit.cells.nbytes <= limits.INLINE_COPY_BYTES_MAX and self._mapping(unit) is not None
 
     def _mapping(self, unit: Unit) -> _Mapping | None:
         """A writable one serves reads, too."""
@@ -121,13 +121,14 @@ class ShmLink(Link):
 
     # Small puts.
 
-    def post_quietly(self, unit: Unit, settle: SettleUnit) -> None:
+    def post_quietly(self, posted: Posted) -> None:
         """Moves a put of one piece in one call; see `doorbell`."""
+        unit = posted.unit
         memory = self._maps.get((unit.region, True))
         if memory is None or unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells.sizes) != 1:
-            self.post(unit, settle)
+            super().post_quietly(posted)
             return
-        seq = self._enlist(unit, settle)
+        seq = self._enlist(posted)
         if self._page is not None:
             if seq % PLACES in self._quiet:
                 self.take_answers()
@@ -156,17 +157,25 @@ class ShmLink(Link):
         return ChecksumMismatch(peer=str(self.peer), transport="shm", bad=1, total=1, layer=unit.layer)
 
     def take_answers(self) -> None:
-        page = self._page
-        if page is None or not self._quiet:
+        page, quiet = self._page, self._quiet
+        if page is None or not quiet:
             return
-        for seq in list(self._quiet.values()):
-            if page.answered(seq):
+        for place, seq in list(quiet.items()):
+            if page.answered(seq) and quiet.get(place) == seq:
                 self._heard_ns = self._around.clock.monotonic_ns()
-                self._settle(seq, None)
+                del quiet[place]
+                self._posted.pop(seq).settle(None)
+        if not quiet and self._page is not None:
+            page.wait(False)
 
     def want_answers(self) -> None:
         if self._page is not None and self._quiet:
             self._page.wait(True)
+            self.take_answers()
+
+    def rung(self) -> None:
+        """The peer has sent something by its own connection; implements `bell.HearsBell`."""
+        if self._page is not None and self._page.waits:
             self.take_answers()
 
     def _settle(self, seq: int, error: KVError | None) -> None:
