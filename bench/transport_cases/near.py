@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,10 @@ class FarProcess:
             raise RuntimeError(f"the far process ended with {self._process.wait()}")
         heard: dict[str, object] = json.loads(line)
         return heard
+
+    def stay_on(self, processors: set[int]) -> None:
+        """Its loop runs on these only."""
+        os.sched_setaffinity(self._process.pid, processors)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _POOL: Final = "tests/prefix/test_block_pool.py"
 _HOLDS: Final = "tests/prefix/test_pool_holds.py"
 _TRANSFER: Final = "tests/transport/test_transfer_state.py"
+_PUTS: Final = "tests/transport/test_puts.py"
 _PURE: Final = "tests/transport/test_transport_pure.py"
 _LEASE_ENDS: Final = "tests/transport/test_fetch.py::test_a_lease_ends_by_release_and_by_time"
 
@@ -122,6 +123,23 @@ TRANSFER: Final = (
         "if -ahead >= limits.REPLAY_WINDOW or self._seen & bit:",
         "if self._seen & bit:",
         (_PURE,),
+    ),
+    Mutant(
+        "replay: a put is announced again when it is tried again",
+        "kv_transport.replay",
+        """
+            elif self._announced[place]:
+                return False
+        """,
+        "",
+        (_PUTS,),
+    ),
+    Mutant(
+        "replay: a put that is long past passes for one that was announced just now",
+        "kv_transport.replay",
+        "self._skip(self._newest + 1, put)",
+        "pass",
+        (_PUTS,),
     ),
     Mutant(
         "lease: its time does not end it",

@@ -114,7 +114,7 @@ class ShmSession(OwnerSession):
             self._offence(str(error))
 
     def _put(self, data: memoryview) -> None:
-        if self._tickets:
+        if self._tickets or self._silent:
             self._hear()
         self._bell.heard()
         try:
