@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kv_services.membership.etcd_client import EtcdClient, EtcdError, KeyDeleted, KeyEvent, KeyPut
+from kv_services.membership.etcd_client import PROBE_S, EtcdClient, EtcdError, KeyDeleted, KeyEvent, KeyPut
 from tests.services.helpers_etcd import etcd_server, needs_etcd
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -78,3 +80,45 @@ async def test_a_refusal_and_a_dead_endpoint_are_the_same_error() -> None:
     async with aiohttp.ClientSession() as http:
         with pytest.raises(EtcdError, match=endpoint):
             await EtcdClient(http, endpoint).listing("/p/")
+
+
+async def test_a_watch_without_news_has_its_connection_probed() -> None:
+    """A host that is gone, or back without knowing of the watch, says nothing: only a probe finds that out."""
+    stuck = asyncio.Event()
+
+    async def say_little(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"result": {"events": [{"kv": {"key": "YQ==", "value": ""}}]}}\n')
+        await stuck.wait()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v3/watch", say_little)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession() as http:
+            watch = EtcdClient(http, f"http://127.0.0.1:{port}").watch("a", 1)
+            assert await anext(watch) == [KeyPut("a", b"")]
+            assert probes_to(port) == [PROBE_S]
+            await watch.aclose()  # type: ignore[attr-defined]  # an async generator
+    finally:
+        stuck.set()
+        await runner.cleanup()
+
+
+def probes_to(port: int) -> list[int]:
+    """After how many idle seconds each of this process's connections to a port is probed; 0: never."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family is socket.AF_INET and one.getpeername()[1] == port:
+                    probed = one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                    found.append(probed and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
+    return found

@@ -8,6 +8,7 @@ Source: etcd's "gRPC gateway" page of its developer guide; the paths are those o
 """
 
 import base64
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,8 @@ ANSWER_BYTES_MAX: Final = 16 << 20
 """A listing of 10,000 nodes takes 5 MiB."""
 LINE_BYTES_MAX: Final = 1 << 20
 KEYS_MAX: Final = 10_000
+PROBE_S: Final = 5
+"""A watch without news is probed so often; three probes without an answer end it."""
 
 
 class EtcdError(RetryableError):
@@ -116,6 +119,7 @@ class EtcdClient:
             ) as response:
                 if response.status != 200:
                     raise EtcdError(endpoint=self.endpoint, cause=f"a watch is answered {response.status}")
+                _probe(response)
                 while line := await response.content.readline():
                     yield self._events(line)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -163,6 +167,16 @@ class EtcdClient:
         if not isinstance(answer, dict):
             raise EtcdError(endpoint=self.endpoint, cause=f"{path} answers no object")
         return answer
+
+
+def _probe(response: aiohttp.ClientResponse) -> None:
+    """Have the kernel find out when the other host is gone: over this connection only that side speaks."""
+    transport = response.connection.transport if response.connection is not None else None
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, PROBE_S), (socket.TCP_KEEPINTVL, PROBE_S), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _text(answer: dict[str, Any], name: str, endpoint: str) -> str:
