@@ -126,8 +126,9 @@ class Wires:
                 run("ip", "link", "set", f"port{tag}", "up")
             case "power off":
                 # A machine that was off knows of none of its connections, and what it had to send is gone.
-                run("ip", "netns", "del", self._name(victim))
+                # The link first: a namespace takes its end of it along, in its own time.
                 run("ip", "link", "del", f"port{tag}")
+                run("ip", "netns", "del", self._name(victim))
                 self._build(victim)
             case "deaf":
                 self._pass(f"port{tag}")
