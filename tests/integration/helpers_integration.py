@@ -184,7 +184,12 @@ class Fabric:
         seen: dict[str, str] = {}
 
         async def alive() -> bool:
-            seen.update((await self.status(node_id)).members)
+            try:
+                seen.update((await self.status(node_id)).members)
+            except aiohttp.ClientConnectionError as error:  # between two lives it has no server
+                seen.clear()
+                seen["nobody"] = str(error)
+                return False
             return all(seen.get(member) == "alive" for member in wanted)
 
         await until(alive, lambda: f"{node_id} sees {seen}")

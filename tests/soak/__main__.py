@@ -3,7 +3,9 @@
 import argparse
 import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -50,6 +52,8 @@ def main() -> int:
         kinds=tuple(args.kinds.split(",")) if args.kinds else (),
     )
     report: dict[str, object] = {}
+    # Told to end, it ends as after Ctrl-C: processes, mounts and namespaces are taken down.
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
     with tempfile.TemporaryDirectory(prefix="kv-soak-") as folder:
         try:
             report = asyncio.run(soak(plan, Path(folder), lambda line: print(line, flush=True)))
