@@ -411,8 +411,7 @@ class TransferAgent:
             self.regions.use(region)
         direct = None
         try:
-            over = partial(self._posting_over, xfer.regions)
-            direct = peer.post_direct(unit, name=xfer.name, policy=self._plain_policy, on_release=over)
+            direct = peer.post_direct(unit, xfer.name, self._plain_policy, partial(self._posting_over, xfer.regions))
         finally:
             if direct is None:
                 self._unuse(xfer.regions)

@@ -173,14 +173,17 @@ class DirectPost:
 
     async def released(self) -> None:
         """As `Flow.released`."""
-        if not self.at_rest and self._heir is None:
-            self._link.want_answers()
-            if not self._ended_ns and self._heir is None:
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiters.append(waiter)
-                await waiter
+        if self._pending():
+            self._link.want_answers()  # it looks, too
+        if self._pending():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
         if self._heir is not None:
             await self._heir.released()
+
+    def _pending(self) -> bool:
+        return not self._ended_ns and self._heir is None
 
     # For the peer.
 

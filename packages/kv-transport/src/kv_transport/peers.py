@@ -132,7 +132,7 @@ class Peer:
         return flow
 
     def post_direct(
-        self, unit: Unit, *, name: str, policy: Callable[[], CodecPolicy], on_release: Callable[[Posting], None]
+        self, unit: Unit, name: str, policy: Callable[[], CodecPolicy], on_release: Callable[[Posting], None]
     ) -> DirectPost | None:
         """Post the only unit of a transfer past the queue, where the link moves it at once and nothing would be
         overtaken; None where that is not so. `policy` is for the flow that takes over if it comes back.
