@@ -216,7 +216,8 @@ class World:
                     # A purge takes until the node's next tick, which is before our next look, unless it stands still or
                     # is about to end.
                     now = (node.incarnation, node.pauses, node.stood_still_ns, node.replica.manager.raises())
-                    check_own_claims(node, purging=node.ending or now != looked.get(node.name))
+                    waits = node.ending or node.pauses > 0 or now != looked.get(node.name)
+                    check_own_claims(node, purging=waits)
                     looked[node.name] = now
                     if full_s <= 0:
                         self.blocks.all(node)
