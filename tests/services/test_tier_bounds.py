@@ -239,6 +239,7 @@ def test_what_a_medium_copies_of_a_batch_is_bounded(
     store.write(items[:1])
     store.read(items[:1])
     peaks = []
+    found: list[bool] | None = None
     for work in (lambda: store.write(items), lambda: store.read(items)):
         tracemalloc.start()
         try:
