@@ -56,7 +56,7 @@ class FrameSocket:
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()
         self._writing = False
-        self._closed = False
+        self._closed = self._is_deaf = False
         self._buffer = bytearray(limits.CONTROL_FRAME_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         loop.add_reader(self._fd, self._readable)
@@ -80,7 +80,7 @@ class FrameSocket:
                 except BlockingIOError:
                     pass
                 except OSError as error:
-                    self._poster.post(partial(self._end, os.strerror(error.errno or 0)))
+                    self._poster.post(partial(self._deaf, os.strerror(error.errno or 0)))
                     return
             self._backlog.append((data, [os.dup(fd) for fd in fds]))
             full = len(self._backlog) > BACKLOG_FRAMES_MAX
@@ -98,7 +98,7 @@ class FrameSocket:
             try:
                 outcome = doorbell.put(fd, to, source, offset, text, seq, number, nonce)
             except OSError as error:
-                self._poster.post(partial(self._end, os.strerror(error.errno or 0)))
+                self._poster.post(partial(self._deaf, os.strerror(error.errno or 0)))
                 return doorbell.WAITS
         if outcome == doorbell.WAITS:
             self.send(bytes(text))
@@ -140,7 +140,7 @@ class FrameSocket:
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    self._poster.post(partial(self._end, os.strerror(error.errno or 0)))
+                    self._poster.post(partial(self._deaf, os.strerror(error.errno or 0)))
                     return
                 self._backlog.popleft()
                 for fd in fds:
@@ -151,6 +151,10 @@ class FrameSocket:
 
     def _readable(self) -> None:
         # One frame a turn: to find that there is no second one costs as much as the turn in which the loop tells of it.
+        self._receive()
+
+    def _receive(self) -> bool:
+        """Whether there was something."""
         fds: list[int] = []
         try:
             if self.takes_descriptors:
@@ -161,16 +165,29 @@ class FrameSocket:
                 nbytes = self._sock.recv_into(self._buffer)
                 cut = nbytes > limits.CONTROL_FRAME_BYTES_MAX
         except (BlockingIOError, InterruptedError):
-            return
+            return False
+        except ConnectionResetError as error:
+            # The peer closed before it had read all of ours. The kernel says so once, and first; what it said follows.
+            self._deaf(os.strerror(error.errno or 0))
+            return False
         except OSError as error:
             self._end(os.strerror(error.errno or 0))
-            return
+            return False
         if nbytes == 0 or cut:
             for fd in fds:
                 os.close(fd)
             self._end("frame too long" if nbytes else "the peer is gone")
-            return
+            return False
         self._on_frame(self._view[:nbytes], fds)
+        return True
+
+    def _deaf(self, cause: str) -> None:
+        """The peer takes nothing any more. What it had said before still counts."""
+        again, self._is_deaf = self._is_deaf, True
+        for _ in range(0 if again else BACKLOG_FRAMES_MAX):  # in good order a few lie there
+            if self._closed or not self._receive():
+                break
+        self._end(cause)
 
     def _end(self, cause: str) -> None:
         if not self._closed:
