@@ -82,6 +82,31 @@ def test_keys_in_the_environment_come_first_and_so_does_a_web_identity_before_th
     assert keys_of(files(text, AWS_WEB_IDENTITY_TOKEN_FILE="x", AWS_PROFILE="mine")) is not None
 
 
+def test_who_names_no_profile_is_stopped_by_none(
+    files: Callable[..., Environ], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = files("[default]\naws_access_key_id = half\n", "[default]\nregion = r\n")
+    profile = find_profile(half | {"AWS_ACCESS_KEY_ID": "x"})
+    assert profile is not None and profile.keys is None and profile.region == "r"
+    assert keys_of(half | {"AWS_WEB_IDENTITY_TOKEN_FILE": "x"}) is None
+    with pytest.raises(AwsProfileError):
+        find_profile(half)  # nobody else has keys: then it is a mistake
+    (tmp_path / "credentials").unlink()
+    (tmp_path / "credentials").mkdir()  # cannot be read, whoever asks
+    assert keys_of(half) is None
+    with pytest.raises(AwsProfileError, match="Is a directory"):
+        find_profile(half | {"AWS_PROFILE": "default"})
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert find_profile({}) is None
+    with pytest.raises(AwsProfileError, match=r"neither in ~/\.aws/credentials"):
+        find_profile({"AWS_PROFILE": "mine"})
+
+
 def test_the_files_lie_below_the_home_folder_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".aws").mkdir()

@@ -293,6 +293,22 @@ def test_a_full_disk_opens_with_what_it_holds_and_takes_blocks_when_there_is_roo
     store.close()
 
 
+def test_blocks_that_were_written_are_stored_though_the_manifest_finds_no_room_to_be_made_anew(tmp_path: Path) -> None:
+    fill(tmp_path, range(24), num_blocks=128)
+    store, held = open_store(tmp_path, 128)
+    store.forget([item.place for item in held])  # few are live, and most of the manifest is of those that were
+    (tmp_path / "manifest.new").symlink_to("/dev/full")
+    placed = [PlacedBlock(place, block) for place, block in enumerate(chain(prompt(90, 80)))]
+    for item in placed:
+        store.write(with_bytes([item]))
+    assert not (tmp_path / "manifest.new").is_symlink()  # it was tried
+    store.close()
+    store, again = open_store(tmp_path, 128)
+    assert again == placed
+    assert read_back(store, again) == [content(item.block.sequence) for item in again]
+    store.close()
+
+
 def test_a_full_disk_can_be_cleared_and_a_folder_of_another_shape_begins_anew_on_it(tmp_path: Path) -> None:
     fill(tmp_path, range(4))
     other = dataclasses.replace(SHAPE, name="another")

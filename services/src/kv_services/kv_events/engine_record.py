@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 MAX_GONE: Final = 65_536
-"""Ends of blocks of one engine that are remembered. About 12 MB."""
+"""Ends of blocks of one engine that are remembered. About 20 MB."""
 
 
 class Fate(Enum):

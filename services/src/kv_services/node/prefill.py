@@ -184,6 +184,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             case ReplyDone():
                 # A gateway that hears that it is over counts on claims from then on, no more on what it assigned.
                 self._ctx.flush_pool_events()
+                self._ctx.replica.say()
                 self._done(effect)
             case ReplyFailed(request_id, epoch, error):
                 asked = self._asked.pop((request_id, epoch), None)

@@ -260,6 +260,7 @@ class NodeWork:
         self.shards.tick(now_ns)
         self.leases.expire()
         self.clients.tick(self._sessions)
+        self.ctx.telling.check()
         self.ctx.tiers.tick()
         self._evict_ahead()
         self.copier.tick()

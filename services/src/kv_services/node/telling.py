@@ -22,6 +22,7 @@ class Telling:
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._failure: Exception | None = None
 
     @property
     def due(self) -> bool:
@@ -32,6 +33,11 @@ class Telling:
         """Call `tell` within `TELL_S`, once for all that happens until then."""
         if self._timer is None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(TELL_S, self._tell, tell)
+
+    def check(self) -> None:
+        """Raise what telling failed with: what was to be told then is told by nobody any more."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Tell nothing more. Idempotent."""
@@ -47,3 +53,5 @@ class Telling:
         except ReplicaFencedError:
             # This life is over; the replica's service ends it.
             return
+        except Exception as error:  # a timer's callback has no caller: whoever runs the node asks for it (`check`)
+            self._failure = error

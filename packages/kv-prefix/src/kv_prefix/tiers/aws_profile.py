@@ -6,7 +6,8 @@ Amazon's own library, and is refused with a sentence instead of being passed ove
 
 A1: the order is that of Amazon's tools: keys in the environment, then a token file for a web identity unless a profile
     is named, then the profile, then the machine. Region and endpoint: what the environment says, then the profile.
-A2: a profile that is named must be there and whole; the one named `default` need not be.
+A2: a profile that is named must be there and whole; the one named `default` need not be. Where nobody names one, files
+    that this process may not read are not there, and where the environment has keys, what a profile has is not asked.
 A3: no key is ever in an error, a log line or a `repr`; nor is a line of these files, for it may hold one.
 A4: keys are read again before long, so that replacing them in their file needs no restart.
 """
@@ -68,26 +69,26 @@ def find_profile(environ: Mapping[str, str]) -> AwsProfile | None:
             where it is looked for instead of below ~/.aws.
 
     Raises:
-        AwsProfileError: it is named and not there, holds half a pair of keys or none that can be read here, or a file
-            cannot be read.
+        AwsProfileError: it is named and not there or not readable, holds half a pair of keys or none that can be read
+            here, or a file is no such file.
     """
     named = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or ""
     name = named or DEFAULT
     credentials = _path(environ, "AWS_SHARED_CREDENTIALS_FILE", "credentials")
     config = _path(environ, "AWS_CONFIG_FILE", "config")
-    in_credentials = _read(credentials, name).get(name)
-    sections = _read(config, name)
+    in_credentials = _read(credentials, name, must=bool(named)).get(name)
+    sections = _read(config, name, must=bool(named))
     in_config = sections.get(f"profile {name}", sections.get(name) if name == DEFAULT else None)
     if in_credentials is None and in_config is None:
         if named:
             raise AwsProfileError(profile=name, reason=f"it is neither in {credentials} nor in {config}")
         return None
     said = (in_config or {}) | (in_credentials or {})
-    keys = _keys(name, credentials, in_credentials or {}) or _keys(name, config, in_config or {})
-    if environ.get("AWS_ACCESS_KEY_ID") or (environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and not named):
-        keys = None
-    elif keys is None and named:
-        raise AwsProfileError(profile=name, reason=_why_no_keys(said, credentials, config))
+    keys = None
+    if not (environ.get("AWS_ACCESS_KEY_ID") or (environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and not named)):
+        keys = _keys(name, credentials, in_credentials or {}) or _keys(name, config, in_config or {})
+        if keys is None and named:
+            raise AwsProfileError(profile=name, reason=_why_no_keys(said, credentials, config))
     return AwsProfile(name, keys, said.get("region", ""), said.get("endpoint_url", ""))
 
 
@@ -137,17 +138,24 @@ def _why_no_keys(said: Section, credentials: Path, config: Path) -> str:
 
 
 def _path(environ: Mapping[str, str], variable: str, name: str) -> Path:
-    return Path(environ.get(variable) or f"~/.aws/{name}").expanduser()
+    path = Path(environ.get(variable) or f"~/.aws/{name}")
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        # A user without a home folder, as in many containers: there is no such file then.
+        return path
 
 
-def _read(file: Path, profile: str) -> dict[str, Section]:
-    """The sections of a file by their names; none if there is no such file."""
+def _read(file: Path, profile: str, *, must: bool) -> dict[str, Section]:
+    """The sections of a file by their names; none if there is no such file, or it cannot be read and need not be."""
     try:
         with file.open("rb") as stream:
             raw = stream.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:
         return {}
     except OSError as error:
+        if not must:
+            return {}
         raise AwsProfileError(profile=profile, reason=f"{file}: {error.strerror or type(error).__name__}") from None
     if len(raw) > FILE_BYTES_MAX:
         raise AwsProfileError(profile=profile, reason=f"{file}: more than {FILE_BYTES_MAX} bytes")

@@ -85,6 +85,8 @@ class DiskStore:
         """Manifest bytes that were not whole and sound, or files of another shape, at opening."""
         self._live: dict[int, bytes] = {}
         self._num_records = 0
+        self._compact_after = 0
+        """Records before the manifest is made anew again, after there was no room for that."""
         self._blocks = self._manifest = -1
         self._manifest_end = 0
 
@@ -203,7 +205,7 @@ class DiskStore:
         try:
             # A manifest that is cut needs no room; a new one might not get any.
             os.ftruncate(self._manifest, 0)
-            self._manifest_end = self._num_records = 0
+            self._manifest_end = self._num_records = self._compact_after = 0
             os.ftruncate(self._blocks, 0)
         except OSError as error:
             raise self._translate("folder", error) from error
@@ -296,6 +298,7 @@ class DiskStore:
         if self._manifest >= 0:
             os.close(self._manifest)
         self._manifest, self._manifest_end, self._num_records = fd, len(frames), len(self._live)
+        self._compact_after = 0
 
     def _append(self, frames: bytes, num_records: int) -> None:
         if not self._manifest_end:
@@ -309,11 +312,14 @@ class DiskStore:
         self._num_records += num_records
 
     def _compact_if_due(self) -> None:
-        if self._num_records > 2 * len(self._live) + SPARE_RECORDS:
+        if self._num_records > max(2 * len(self._live) + SPARE_RECORDS, self._compact_after):
             try:
                 self._rewrite()
             except OSError as error:
-                raise self._translate("manifest", error) from error
+                if error.errno not in _FULL:
+                    raise self._translate("manifest", error) from error
+                # What was written is acknowledged by the manifest that is there: it is tried again some records later.
+                self._compact_after = self._num_records + SPARE_RECORDS
 
     def _runs(self, items: Sequence[_Item]) -> Iterator[tuple[int, list[_Item]]]:
         """Blocks whose places follow one another, in order of place, each run with where it begins in the file."""
