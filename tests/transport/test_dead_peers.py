@@ -117,7 +117,7 @@ async def test_a_stopped_sender_that_is_killed_leaves_no_quarantine(tmp_path: Pa
 
 
 async def test_a_host_that_vanishes_in_the_middle_of_a_unit_leaves_neither_quarantine_nor_connection(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def vanish(start: int, piece: bytearray) -> None:
         """What comes behind is lost, and the connection stays: nobody is there to end it."""
@@ -141,9 +141,11 @@ async def test_a_host_that_vanishes_in_the_middle_of_a_unit_leaves_neither_quara
             with pytest.raises(TransferTimeout):
                 await inbound.done()
             await asyncio.wait_for(inbound.released(), 10)
-            assert me.agent.inventory().work == () and not me.agent.inventory().of("session")
+            # The sender may have come again meanwhile; the connection that was cut is over.
+            assert me.agent.inventory().work == () and "peer is silent transport=tcp" in caplog.text
             await handover.cancel()
             await sender.agent.remove_remote_agent(me.agent.name.node)
+            await eventually(lambda: not me.agent.inventory().of("session"))
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -187,10 +187,12 @@ class TcpBackend(Backend):
             self._serial += 1
             task = self._around.loop.create_task(self._shake(sock))
             self._handshakes[self._serial] = task
-            task.add_done_callback(partial(self._handshake_over, self._serial))
+            task.add_done_callback(partial(self._handshake_over, self._serial, sock))
 
-    def _handshake_over(self, serial: int, _: asyncio.Task[None]) -> None:
+    def _handshake_over(self, serial: int, sock: socket.socket, task: asyncio.Task[None]) -> None:
         del self._handshakes[serial]
+        if task.cancelled():
+            sock.close()  # one that was cancelled before its first step has closed nothing
 
     async def _shake(self, sock: socket.socket) -> None:
         try:
