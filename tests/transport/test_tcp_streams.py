@@ -1,17 +1,14 @@
 """A connection over tcp is as many streams as configured, and units go over all of them."""
 
-import asyncio
-import socket
 from pathlib import Path
 
 import pytest
 
 from kv_core.ids import RequestId
 from kv_transport.backends.stream import Stream
-from kv_transport.backends.tcp import TcpBackend
 from kv_transport.backends.tcp_link import TcpLink
 from kv_transport.units import Unit
-from tests.transport.helpers_transport import SMALL, config, node, pair
+from tests.transport.helpers_transport import SMALL, pair
 
 REQUEST = RequestId("request-1")
 BLOCKS = 8
@@ -51,18 +48,3 @@ async def test_units_go_over_every_stream_of_a_connection(
         assert sender.content(into) == receiver.content(held)
         assert len({id(stream) for stream in used}) == streams
         receiver.engine.release_lease(lease.ticket)
-
-
-async def test_a_connection_that_comes_as_the_agent_closes_is_closed(tmp_path: Path) -> None:
-    """Its handshake is cancelled before its first step, which then closes nothing itself."""
-    async with node("decode", config("tcp", tmp_path)) as me:
-        (backend,) = (backend for backend in me.agent._backends if isinstance(backend, TcpBackend))
-        listener = backend._listener
-        assert listener is not None
-        with socket.create_connection(listener.getsockname()[:2]) as caller:
-            backend._accept()
-            (task,) = backend._handshakes.values()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            caller.settimeout(10)
-            assert await asyncio.to_thread(caller.recv, 1) == b""

@@ -175,10 +175,12 @@ class ShmBackend(Backend):
             serial = self._serial
             task = self._around.loop.create_task(self._shake(serial, sock))
             self._handshakes[serial] = task
-            task.add_done_callback(partial(self._handshake_over, serial))
+            task.add_done_callback(partial(self._handshake_over, serial, sock))
 
-    def _handshake_over(self, serial: int, _: asyncio.Task[None]) -> None:
+    def _handshake_over(self, serial: int, sock: socket.socket, task: asyncio.Task[None]) -> None:
         del self._handshakes[serial]
+        if task.cancelled():
+            sock.close()  # one that was cancelled before its first step has closed nothing
 
     async def _shake(self, serial: int, sock: socket.socket) -> None:
         try:
