@@ -184,7 +184,9 @@ def test_two_clusters_on_one_host_do_not_meet() -> None:
             await asyncio.sleep(0.3)
             with pytest.raises(WrongCluster, match="belongs to cluster another, this node to test"):
                 await a.request(B, Echo(b""), timeout_ns=20 * S)
-            assert theirs.stats().refused == {"other_cluster": 1}
+            # A connect that was given up half-way, on a slow machine, counts as a handshake that failed.
+            refused = theirs.stats().refused
+            assert refused["other_cluster"] == 1 and set(refused) <= {"other_cluster", "handshake"}
         finally:
             await other.close()
 

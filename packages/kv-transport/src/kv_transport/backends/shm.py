@@ -55,6 +55,8 @@ class ShmBackend(Backend):
         self._listener: socket.socket | None = None
         self._workers: WorkerPool | None = None
         self._handshakes: dict[int, asyncio.Task[None]] = {}
+        self._accepted: list[socket.socket] = []
+        """Connections whose handshake has not begun."""
         self._sessions: dict[int, ShmSession] = {}
         self._bells: WeakValueDictionary[PeerName, Bell] = WeakValueDictionary()
         self._serial = 0
@@ -173,16 +175,19 @@ class ShmBackend(Backend):
                 continue
             self._serial += 1
             serial = self._serial
+            self._accepted.append(sock)
             task = self._around.loop.create_task(self._shake(serial, sock))
             self._handshakes[serial] = task
             task.add_done_callback(partial(self._handshake_over, serial, sock))
 
-    def _handshake_over(self, serial: int, sock: socket.socket, task: asyncio.Task[None]) -> None:
+    def _handshake_over(self, serial: int, sock: socket.socket, _: asyncio.Task[None]) -> None:
         del self._handshakes[serial]
-        if task.cancelled():
-            sock.close()  # one that was cancelled before its first step has closed nothing
+        if sock in self._accepted:
+            self._accepted.remove(sock)
+            sock.close()  # the task was cancelled before its first step
 
     async def _shake(self, serial: int, sock: socket.socket) -> None:
+        self._accepted.remove(sock)
         try:
             pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if uid != os.getuid():

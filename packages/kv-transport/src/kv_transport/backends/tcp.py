@@ -45,6 +45,8 @@ class TcpBackend(Backend):
         self._threads: list[IoThread] = []
         self._next_thread = 0
         self._handshakes: dict[int, asyncio.Task[None]] = {}
+        self._accepted: list[socket.socket] = []
+        """Connections whose handshake has not begun."""
         self._sessions: dict[tuple[PeerName, bytes], TcpSession] = {}
         self._serial = 0
         self._tls: TlsLayer | None = None
@@ -185,16 +187,19 @@ class TcpBackend(Backend):
                 sock.close()
                 continue
             self._serial += 1
+            self._accepted.append(sock)
             task = self._around.loop.create_task(self._shake(sock))
             self._handshakes[self._serial] = task
             task.add_done_callback(partial(self._handshake_over, self._serial, sock))
 
-    def _handshake_over(self, serial: int, sock: socket.socket, task: asyncio.Task[None]) -> None:
+    def _handshake_over(self, serial: int, sock: socket.socket, _: asyncio.Task[None]) -> None:
         del self._handshakes[serial]
-        if task.cancelled():
-            sock.close()  # one that was cancelled before its first step has closed nothing
+        if sock in self._accepted:
+            self._accepted.remove(sock)
+            sock.close()  # the task was cancelled before its first step
 
     async def _shake(self, sock: socket.socket) -> None:
+        self._accepted.remove(sock)
         try:
             self._tune(sock)
             async with asyncio.timeout(self._around.config.connect_timeout_ms / 1000):
