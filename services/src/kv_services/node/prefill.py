@@ -254,8 +254,9 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         return stats
 
     def _speak(self, key: _Key) -> None:
-        """Tell the decode node the checksum of a hand-over, once and as soon as it is certain: the word travels beside
-        the last bytes, and is compared when both are there. If the bytes fail, it fails."""
+        """Tell the decode node the checksum of a hand-over, once, when its blocks are in the pool: after this word the
+        request may end at any time. It travels beside the last bytes, and is compared when both are there. If the bytes
+        fail, it fails."""
         sending = self._sending.get(key)
         if sending is None or sending.word is not None or sending.aborted is not None:
             return
@@ -348,7 +349,6 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             if error is None:
                 exact.note(computed)
                 self._cost.computed(effect.stop - effect.start, ended_ns - began_ns)
-                self._speak(key)
             return PrefillComputed(ended_ns, *key, error=error)
 
         self.start_job(("compute", *key), compute(), _as_event)
