@@ -16,31 +16,11 @@ from kv_services.kv_events import follow_state
 from kv_services.kv_events.engine_explain import EngineBlock, EngineVerdict, explain_followed
 from kv_services.kv_events.engine_record import EngineRecord, EventRef, Fate, Gone
 from kv_services.kv_events.follow_state import AskReplay, Cleared, Effect, EngineFollower, Removed, Stored
-from kv_services.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kv_services.kv_events.wire import AllBlocksCleared, BlockStored, KVEvent
+from tests.services.helpers_kv_events import NS, SIZE, removed, stored, tokens
 
-SIZE = 4
-NS = Namespace("model", "weights", block_size=SIZE)
 SALTED = Namespace("model", "weights", salt="another tenant", block_size=SIZE)
 V = EngineVerdict
-
-
-def tokens(seed: int, blocks: int) -> list[int]:
-    return [seed * 1000 + i for i in range(SIZE * blocks)]
-
-
-def stored(seed: int, blocks: int, first: int = 0, **more: object) -> BlockStored:
-    """Blocks `first ..` of a sequence; the engine's hashes are numbers."""
-    return BlockStored(
-        block_hashes=[seed * 100 + i for i in range(first, blocks)],
-        parent_block_hash=seed * 100 + first - 1 if first else None,
-        token_ids=tokens(seed, blocks)[first * SIZE :],
-        block_size=SIZE,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def removed(*hashes: int, medium: str | None = None) -> BlockRemoved:
-    return BlockRemoved(block_hashes=list(hashes), medium=medium)
 
 
 class Followed:

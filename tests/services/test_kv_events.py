@@ -25,35 +25,13 @@ from kv_services.kv_events.publish import EventPublisher, EventsBindError
 from kv_services.kv_events.wire import (
     AllBlocksCleared,
     BadEventError,
-    BlockRemoved,
     BlockStored,
     EventBatch,
     KVEvent,
     decode_batch,
     encode_batch,
 )
-
-NS = Namespace("model", "weights", block_size=4)
-SIZE = 4
-
-
-def tokens(seed: int, blocks: int) -> list[int]:
-    return [seed * 1000 + i for i in range(SIZE * blocks)]
-
-
-def stored(seed: int, blocks: int, first: int = 0, **more: object) -> BlockStored:
-    """Blocks `first ..` of a sequence; the engine's hashes are numbers."""
-    return BlockStored(
-        block_hashes=[seed * 100 + i for i in range(first, blocks)],
-        parent_block_hash=seed * 100 + first - 1 if first else None,
-        token_ids=tokens(seed, blocks)[first * SIZE :],
-        block_size=SIZE,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def removed(*hashes: int, medium: str | None = None) -> BlockRemoved:
-    return BlockRemoved(block_hashes=list(hashes), medium=medium)
+from tests.services.helpers_kv_events import NS, SIZE, removed, stored, tokens
 
 
 class Engine:
