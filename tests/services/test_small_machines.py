@@ -15,10 +15,12 @@ from kv_bus.interface import Stamp
 from kv_consistency.errors import ClockBoundReachedError, RemoteClockAheadError
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.replica import ReplicaConfig
+from kv_consistency.update import scope_id
 from kv_core.hashing import BlockHash
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_core.testing import ManualClock
 from kv_prefix.prefix_index import Holder, HolderMatch, PrefixIndex
+from kv_services.errors import ReplicaEndedError
 from kv_services.life import LifeFile, LifeFileError, OneLife, SystemDisk
 from kv_services.metrics import Metrics
 from kv_services.node.fence import EpochFence
@@ -196,6 +198,19 @@ def test_a_process_that_stood_still_beyond_its_clock_bound_goes_on_with_a_higher
     clock.advance(10_000_000_000)
     stamper.merge(Stamp(clock.wall_ns(), 7, NodeId("peer")))
     assert manager.clock.wall_ns >= clock.wall_ns()
+
+
+async def test_nobody_waits_at_a_replica_that_has_ended(tmp_path: Path) -> None:
+    clock = ManualClock()
+    manager = KvCacheConsistencyManager(NodeId("n"))
+    replica = ReplicaService(manager, clock, PrefixIndex(), next_life(tmp_path, clock), Metrics("n", "decode"))
+    replica.prime()
+    await replica.start()
+    token = replica.purge([scope_id("tenant", "t")]).to_bytes()
+    await replica.caught_up(token, clock.monotonic_ns())
+    await replica.close()
+    with pytest.raises(ReplicaEndedError, match="the replica of n has ended: it is closed"):
+        await replica.caught_up(token, clock.monotonic_ns())
 
 
 def test_a_jump_of_the_wall_is_neither_stamped_nor_merged_but_reported(

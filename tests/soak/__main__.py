@@ -52,7 +52,9 @@ def main() -> int:
         kinds=tuple(args.kinds.split(",")) if args.kinds else (),
     )
     report: dict[str, object] = {}
-    # Told to end, it ends as after Ctrl-C: processes, mounts and namespaces are taken down.
+    # Told to end, it ends as after Ctrl-C: processes, mounts and namespaces are taken down. A shell starts what it puts
+    # in the background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
     with tempfile.TemporaryDirectory(prefix="kv-soak-") as folder:
         try:

@@ -86,6 +86,13 @@ class MoveRefusedError(NodeError, RetryableError):
     template = "{node} takes no prefix: {reason}"
 
 
+class ReplicaEndedError(NodeError, RetryableError):
+    """The replica of this process has ended, and the rest of the process is about to: nothing is waited for there."""
+
+    code = 7046
+    template = "the replica of {node} has ended: {cause}"
+
+
 class LifeOverError(KVError):
     """The cluster declared this life of the process over while it was silent; a new one must begin."""
 

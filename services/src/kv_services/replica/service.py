@@ -57,6 +57,7 @@ from kv_core.wire import Message
 from kv_prefix import events as pool_events
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import Role
+from kv_services.errors import ReplicaEndedError
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect as MemberEffect
 from kv_services.membership.state import MemberDied, MemberUp
@@ -320,7 +321,10 @@ class ReplicaService:
 
         Raises:
             StaleReplicaError, HolderLostError: not by the deadline, or never.
+            ReplicaEndedError: nobody judges deadlines here any more.
         """
+        if self._closed is not None and self._closed.is_set():
+            raise ReplicaEndedError(node=self.manager.origin.node, cause=str(self._over or "it is closed"))
         after = CausalToken.from_bytes(token)
         waiter = next(self._waiter_ids)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
