@@ -79,6 +79,13 @@ def test_ports_are_below_the_ephemeral_range_free_and_different() -> None:
         taken.bind(("127.0.0.1", ports[0]))
         taken.listen()
         assert all(ports[0] not in pick_ports(50) for _ in range(5))
+    with socket.socket() as kept, pytest.MonkeyPatch.context() as patch:
+        kept.bind(("127.0.0.1", ports[1]))
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        patch.setattr("kv_bus.ports._FIRST", ports[1])
+        patch.setattr("kv_bus.ports.ephemeral_range", lambda: (ports[1] + 1, 65_535))
+        with pytest.raises(BindFailed, match="no 1 free ports"):
+            pick_ports(1)
     with pytest.raises(BindFailed, match="no 100000 free ports"):
         pick_ports(100_000)
 

@@ -49,8 +49,7 @@ def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 def _is_free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As libzmq binds: a port whose connections linger in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Without SO_REUSEADDR: a port that somebody bound to keep it, and does not listen on yet, is not free.
         try:
             probe.bind((host, port))
         except OSError:
