@@ -219,10 +219,15 @@ class TransferAgent:
             self._spawn(self._let_go(known, restarted))
         return node
 
-    async def remove_remote_agent(self, node: NodeId) -> None:
-        """Disconnect and forget. Its transfers fail with `ConnectionLost`. Unknown nodes are no error."""
-        peer = self._peers.pop(node, None)
-        if peer is not None:
+    async def remove_remote_agent(self, node: NodeId, incarnation: Incarnation | None = None) -> None:
+        """Disconnect and forget. Its transfers fail with `ConnectionLost`. Unknown nodes are no error.
+
+        Args:
+            incarnation: forget this life only; when another one is known by now, nothing happens.
+        """
+        peer = self._peers.get(node)
+        if peer is not None and incarnation in (None, peer.name.incarnation):
+            del self._peers[node]
             self._leaving[peer] = None
             await self._let_go(peer)
 

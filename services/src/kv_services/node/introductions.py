@@ -3,6 +3,9 @@
 An introduction is made for one life of one peer and carries the key of its sessions, so it is exchanged again when
 either side begins a new life. Peers are introduced when they come up, so that no request waits for it; a request that
 comes sooner asks again itself.
+
+N1: the end of a life takes nothing from the next one, which may have introduced itself before that end was dealt with.
+N2: nobody waits for an introduction beyond his own deadline.
 """
 
 import asyncio
@@ -10,6 +13,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Final
 
+from kv_bus.errors import BusTimeout
 from kv_bus.interface import Bus, Reply, Request
 from kv_core.clock import Clock
 from kv_core.errors import KVError
@@ -49,17 +53,22 @@ class Introducer:
         Raises:
             KVError: the peer cannot be reached by the deadline, or refuses.
         """
-        incarnation = self._cluster.incarnation(node_id)
         known = self._known.get(node_id)
-        # A reader that is no member (life 0 here) introduced itself; nobody could ask it.
-        if known is not None and incarnation in (known, 0):
+        # A later life than membership has heard of introduced itself: the one it has heard of is over. So did a reader
+        # that is no member (life 0 here), whom nobody could ask.
+        if known is not None and known >= self._cluster.incarnation(node_id):
             return
         task = self._asking.get(node_id)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._ask(node_id), name=f"introduce {node_id}")
             self._asking[node_id] = task
             task.add_done_callback(lambda done: self._asked(node_id, done))
-        await asyncio.shield(task)
+        left_ns = max(0, deadline_ns - self._clock.monotonic_ns())
+        await asyncio.wait([task], timeout=left_ns / 1e9)
+        if not task.done():
+            # Others may wait longer; whoever asks next finds it answered, or asks again.
+            raise BusTimeout(node=node_id, message=IntroduceAgent.__name__, waited_ms=left_ns // 1_000_000)
+        await task
 
     async def close(self) -> None:
         """Stop asking, and begin nothing more: members still come and go while this process stops. Idempotent."""
@@ -110,7 +119,7 @@ class Introducer:
                 self._start(node_id, self._introduce(node_id))
             case MemberDied(node_id, incarnation) if self._known.get(node_id) == incarnation:
                 del self._known[node_id]
-                self._start(node_id, self._agent.remove_remote_agent(node_id))
+                self._start(node_id, self._agent.remove_remote_agent(node_id, incarnation))
             case _:
                 pass
 
