@@ -191,6 +191,28 @@ async def test_pins_are_held_within_the_quota_and_given_back_once(fabric: Fabric
         await fabric.settle(["prefill-1"])
 
 
+async def test_a_session_that_broke_costs_its_pins_and_no_later_ones(fabric: Fabric, tmp_path: Path) -> None:
+    """To the node its end is the client's end; a client that lives is back before it asks for anything more."""
+
+    async def pins() -> int:
+        return (await fabric.status("prefill-1")).open.get("client pins", 0)
+
+    async def taken_back() -> bool:
+        return await pins() == 0
+
+    async with Client(config(fabric, "cut-off", tmp_path)) as client:
+        lost = await client.pin(namespace(), PROMPT, NUM_BLOCKS)
+        for link in client._agent.peer(NodeId("prefill-1")).links:
+            await link.close()
+        await until(taken_back)
+        kept = await client.pin(namespace(), PROMPT, NUM_BLOCKS)
+        await asyncio.sleep(1)  # the node has looked for ended sessions by then, more than once
+        assert await pins() == 1
+        with pytest.raises(LeaseLost):
+            await client.release(lost)
+        await client.release(kept)
+
+
 async def test_leases_are_renewed_while_their_blocks_are_held(fabric: Fabric, tmp_path: Path) -> None:
     async with Client(config(fabric, "keeper", tmp_path, lease_ms=600)) as client:
         with await client.get_blocks(namespace(), PROMPT, NUM_BLOCKS):

@@ -249,7 +249,8 @@ class Client:
     async def pin(
         self, namespace: Namespace, tokens: Tokens, num_blocks: int, *, timeout_ms: int | None = None
     ) -> PinnedPrefix:
-        """Keep the first `num_blocks` blocks of `tokens` in the holder's memory until `release`, or while we live.
+        """Keep the first `num_blocks` blocks of `tokens` in the holder's memory until `release`, or while the session
+        with the holder stands: it takes one that broke for the end of this client (`release` then raises `LeaseLost`).
 
         Raises:
             Miss: the holder has not all of these blocks.
@@ -365,11 +366,23 @@ class Client:
         except TimeoutError:
             raise DeadlineExceeded(holder=self.config.holder.node_id, cause="no introduction") from None
         try:
+            if self._holder_life is not None and not await self._has_session(deadline_ns):
+                self._holder_life = None
             if self._holder_life is None:
                 self._holder_life = await self._introduce(deadline_ns)
             return self._holder_life
         finally:
             self._introducing.release()
+
+    async def _has_session(self, deadline_ns: int) -> bool:
+        """Whether the holder sees that we live; one that broke is made again first. Without it the holder would soon
+        take back whatever it gave us now."""
+        try:
+            await self._connect(deadline_ns)
+        except KVError as error:
+            _log.info("session not made again holder=%s cause=%s", self.config.holder.node_id, error)
+            return False
+        return True
 
     async def _introduce(self, deadline_ns: int) -> Incarnation:
         seen = self._seen_life()
@@ -392,13 +405,16 @@ class Client:
             raise CheckFailed(holder=holder, cause=f"it introduced itself as {theirs.name.node}")
         self._agent.add_remote_agent(theirs)
         # The session by which the holder sees that we live; what it cannot connect, no transfer could.
-        left_ns = deadline_ns - self._clock.monotonic_ns()
+        await self._connect(deadline_ns)
+        return theirs.name.incarnation
+
+    async def _connect(self, deadline_ns: int) -> None:
+        holder, left_ns = self.config.holder.node_id, deadline_ns - self._clock.monotonic_ns()
         try:
             async with asyncio.timeout(max(0, left_ns) / 1e9):
                 await self._agent.peer(holder).connect()
         except TimeoutError:
             raise DeadlineExceeded(holder=holder, cause="no transfer session") from None
-        return theirs.name.incarnation
 
     def _seen_life(self) -> Incarnation:
         holder = self.config.holder.node_id
