@@ -19,7 +19,7 @@ from kv_client import (
 from kv_client.runs import SlotRuns
 from kv_core.dtypes import DType
 from kv_core.namespace import Namespace
-from tests.client.helpers_client import GEOMETRY, NAMESPACE, NUM_BLOCKS, TOKENS, Pair, eventually
+from tests.client.helpers_client import GEOMETRY, HOLDER, NAMESPACE, NUM_BLOCKS, READER, TOKENS, Pair, eventually
 
 
 async def test_every_byte_arrives_and_the_lease_ends_with_the_blocks(tmp_path: Path) -> None:
@@ -137,6 +137,19 @@ async def test_no_holder_is_a_lost_holder_and_its_next_life_is_read_again(tmp_pa
                     assert (blocks.array(0) == holder.arena.kv(0)[:NUM_BLOCKS]).all()
                 await eventually(lambda: not holder.leased)
         assert client.num_free_slots == 6
+
+
+async def test_a_client_that_its_holder_forgot_introduces_itself_again(tmp_path: Path) -> None:
+    """It makes room for others while a client is without a session; the next call of one that lives is answered."""
+    pair = Pair(tmp_path)
+    async with pair.holder() as holder, Client(pair.config()) as client:
+        for _ in range(2):
+            with await client.get_blocks(NAMESPACE, TOKENS, NUM_BLOCKS) as blocks:
+                await blocks.wait()
+                assert (blocks.array(0) == holder.arena.kv(0)[:NUM_BLOCKS]).all()
+            for link in client._agent.peer(HOLDER).links:
+                await link.close()
+            await holder.agent.remove_remote_agent(READER)
 
 
 async def test_arguments_that_cannot_be_are_refused_before_anything_is_asked(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kv_core.wire import Message
 from kv_services.config import Role
 from kv_services.membership.state import Effect, MemberDied, MemberUp
 from kv_services.messages import AgentIntroduced, IntroduceAgent
+from kv_services.node import introductions
 from kv_services.node.introductions import Introducer
 from kv_transport.backends.memory_network import MemoryFaults, MemoryNetwork
 from tests.transport.helpers_memory import hand_over, memory_node
@@ -83,9 +84,11 @@ class World:
 
 
 @asynccontextmanager
-async def world(clock: Clock) -> AsyncIterator[tuple[World, Callable[[Incarnation], Any]]]:
+async def world(
+    clock: Clock, network: MemoryNetwork | None = None
+) -> AsyncIterator[tuple[World, Callable[[Incarnation], Any]]]:
     """The introducer, and what makes a life of its peer."""
-    network = MemoryNetwork(1, MemoryFaults(delay_ns=100_000))
+    network = network or MemoryNetwork(1, MemoryFaults(delay_ns=100_000))
     async with AsyncExitStack() as stack:
         made = World(clock, await stack.enter_async_context(memory_node(ME, network, clock)))
         stack.push_async_callback(made.introducer.close)
@@ -167,5 +170,32 @@ def test_a_life_is_asked_once_and_a_later_one_anew() -> None:
                 await met(made, peer, number)
                 made.dies(life)
             assert made.asked == [FIRST, SECOND]
+
+    run_virtual(main)
+
+
+def test_clients_that_are_gone_make_room_and_those_with_a_session_and_members_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each comes under a name of its own, as where each job has its key; nobody says when one is gone for good."""
+    monkeypatch.setattr(introductions, "CLIENTS_MAX", 4)
+
+    async def main(clock: LoopClock) -> None:
+        network = MemoryNetwork(1, MemoryFaults(delay_ns=100_000))
+        async with world(clock, network) as (made, live), memory_node("stays", network, clock) as stays:
+            member = await live(FIRST)
+            for peer in (member, stays):
+                made.introduces_itself(peer)
+            await stays.agent.peer(ME).connect()
+            for number in range(12):
+                async with memory_node(f"client-{number}", network, clock) as client:
+                    made.introduces_itself(client)
+                    await client.agent.peer(ME).connect()
+                    assert (await hand_over(client, made.me, number, blocks=2, timeout_ms=1_000)).right
+                await asyncio.sleep(1)
+            known = {peer.peer for peer in made.me.agent.stats().peers}
+            assert len(known) == 1 + 4 and {"decode#1", "stays#1", "client-11#1"} < known
+            await met(made, member, 20)
+            assert (await hand_over(stays, made.me, 21, blocks=2, timeout_ms=1_000)).right
 
     run_virtual(main)

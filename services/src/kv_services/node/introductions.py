@@ -6,6 +6,7 @@ comes sooner asks again itself.
 
 N1: the end of a life takes nothing from the next one, which may have introduced itself before that end was dealt with.
 N2: nobody waits for an introduction beyond his own deadline.
+N3: clients that are gone are forgotten when there are many, so that those who come find room, and members always.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from kv_services.messages import AgentIntroduced, IntroduceAgent
 from kv_transport import AgentMetadata, TransferAgent
 
 TIMEOUT_NS: Final = 2_000_000_000
+CLIENTS_MAX: Final = 512
+"""Clients, members being others, from which on those without a session make room; below what an agent can know."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ class Introducer:
             _log.info("not introduced peer=%s cause=%s", node_id, task.exception())
 
     def _on_introduce(self, request: Request[IntroduceAgent]) -> Reply:
+        self._make_room(request.sender)
         self._learn(AgentMetadata.from_bytes(request.message.metadata))
         mine = self._agent.get_agent_metadata(request.sender, request.incarnation)
         return AgentIntroduced(mine.to_bytes())
@@ -108,6 +112,18 @@ class Introducer:
     def _learn(self, metadata: AgentMetadata) -> None:
         node_id = self._agent.add_remote_agent(metadata)
         self._known[node_id] = metadata.name.incarnation
+
+    def _make_room(self, node_id: NodeId) -> None:
+        """Forget a client without a session, the one that came first, if this one would be one more than there may be.
+        Nobody says when a client is gone for good; one that comes back introduces itself again."""
+        members = self._cluster.roles
+        clients = [client for client in self._known if client not in members]
+        if node_id in members or node_id in self._known or len(clients) < CLIENTS_MAX:
+            return
+        connected = {item.owner.partition("#")[0] for item in self._agent.inventory().of("session")}
+        gone = next((client for client in clients if client not in connected), None)
+        if gone is not None:
+            self._start(gone, self._agent.remove_remote_agent(gone, self._known.pop(gone)))
 
     def _on_member(self, effect: Effect) -> None:
         role = self._cluster.roles.get(effect.node_id)
