@@ -16,13 +16,23 @@ NODES = ("prefill-1", "decode-1")
 
 
 async def spilled(fabric: Fabric, node_id: str = "prefill-1") -> int:
-    """Blocks on a node's disk once nothing waits to be written."""
+    """Blocks on a node's disk once nothing is to be written any more."""
+    blocks = 0
 
     async def done() -> bool:
-        return (await fabric.status(node_id)).tiers["disk"].waiting == 0
+        nonlocal blocks
+        disk = (await fabric.status(node_id)).tiers["disk"]
+        blocks = disk.blocks
+        return disk.waiting == disk.writing == 0
 
     await until(done)
-    return (await fabric.status(node_id)).tiers["disk"].blocks
+    return blocks
+
+
+async def all_down(fabric: Fabric) -> list[int]:
+    """Blocks on each node's disk once no request is open and nothing is to be written."""
+    await fabric.settle()
+    return [await spilled(fabric, node_id) for node_id in NODES]
 
 
 async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damage_is_computed_again(
@@ -34,19 +44,17 @@ async def test_what_left_memory_comes_back_from_disk_also_after_a_kill_and_damag
     )
     async with running(slots=80, tiers=tiers) as fabric:
         first = prompt(1, LENGTH)
-        assert (await fabric.ask(first, COUNT)).is_right(first, COUNT)
-        # Four prompts of 20 blocks each cannot stay in 80 slots.
-        for seed in range(2, 6):
+        # Five prompts of 20 blocks each cannot stay in 80 slots. What is pushed out before it is written would be
+        # missing below: that is counted and allowed, and not what is looked at here.
+        for seed in range(1, 6):
             other = prompt(seed, LENGTH)
             assert (await fabric.ask(other, COUNT)).is_right(other, COUNT)
-        for node_id in NODES:
-            assert await spilled(fabric, node_id) >= 5 * 20 - 1
+            assert min(await all_down(fabric)) >= seed * 20 - 1
         answer = await fabric.ask(first, COUNT)
         assert answer.is_right(first, COUNT) and answer.cached >= 19 * BLOCK
-        await fabric.settle()
+        before = await all_down(fabric)
         loaded = [await fabric.metric(node_id, "kv_tier_load_seconds_count") for node_id in NODES]
         assert sum(loaded) >= 1
-        before = [await spilled(fabric, node_id) for node_id in NODES]
 
         for node_id in NODES:
             await fabric.cluster.kill(node_id)

@@ -91,6 +91,15 @@ class Load:
         await asyncio.gather(*self._tasks)
         assert not self.wrong, self.wrong[:3]
 
+    async def __aenter__(self) -> "Load":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nobody asks a cluster that is being taken down, also when the test failed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
 
 async def kvctl(*args: str) -> tuple[int, str]:
     program = Path(sys.executable).with_name("kvctl")
@@ -102,9 +111,8 @@ async def kvctl(*args: str) -> tuple[int, str]:
 
 
 async def test_a_cluster_grows_and_shrinks_under_load_and_no_request_fails() -> None:
-    async with small_cluster() as fabric:
+    async with small_cluster() as fabric, Load(fabric, clients=4) as load:
         file = str(fabric.cluster.config_file)
-        load = Load(fabric, clients=4)
         await load.more(8)
         await asyncio.gather(*(fabric.cluster.restart(name) for name in LATER))
         for name in FIRST:

@@ -8,14 +8,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kv_client.messages import FinishPut, PutStored
+from kv_client.errors import HolderLost, translate
+from kv_client.messages import FinishPut, NamespaceFields, PinBlocks, PutStored, ReservePut
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_core.clock import SystemClock
-from kv_core.hashing import hash_tokens, token_digest
+from kv_core.hashing import hash_tokens, token_bytes, token_digest
 from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
-from kv_prefix.errors import UnknownReceiptError
+from kv_prefix.errors import HolderLeavingError, UnknownReceiptError
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.metrics import Metrics
 from kv_services.node.client_desk import ClientDesk, _Put
@@ -75,6 +76,48 @@ def test_a_lease_that_no_grant_comes_of_pins_nothing() -> None:
             lease_ns=10**12,
         )
     assert len(desk) == 0 and not pool.holds() and pool.stats().pinned == 0
+
+
+async def test_a_leaving_node_takes_no_put_and_no_pin_and_lends_nothing_once_its_blocks_are_given_away() -> None:
+    """What it took in after that would be lost with it, and what it said of being safe to stop would not stay true."""
+    pool = BlockPool(4, 4, region=RegionId(1))
+    names = hash_tokens(NS, TOKENS)
+    opened = pool.open("r", None, 2)
+    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
+    pool.release(opened.table)
+
+    async def known(node: NodeId, deadline_ns: int) -> None:
+        assert node == "writer"
+
+    geometry = SimpleNamespace(block_size=4, dtype=NS.dtype)
+    ctx = cast(
+        NodeContext,
+        SimpleNamespace(
+            pool=pool,
+            node_id=NodeId("leaving"),
+            block_size=4,
+            arena=SimpleNamespace(geometry=geometry),
+            introductions=SimpleNamespace(ensure=known),
+        ),
+    )
+    clients = ClientDesk(ctx, lambda node: False, lambda node: None, set)
+    clients.leaving = True
+    fields, raw = NamespaceFields.of(NS), token_bytes(list(range(100, 108)))
+
+    def asks(message: object) -> Any:
+        return SimpleNamespace(message=message, sender=NodeId("writer"), deadline_ns=10**18)
+
+    with pytest.raises(HolderLeavingError):
+        await clients._on_reserve(asks(ReservePut(fields, raw, 2, 10**9)))
+    with pytest.raises(HolderLeavingError):
+        clients._on_pin(asks(PinBlocks(fields, token_bytes(TOKENS), 2)))
+    leases = LeaseDesk(ctx)
+    leases.ending = True
+    digest = token_digest(TOKENS)
+    with pytest.raises(HolderLeavingError) as refused:
+        leases.grant(NodeId("r"), NS.digest, names[-1], digest, first_block=0, num_blocks=2, lease_ns=10**9)
+    assert isinstance(translate(refused.value, "leaving"), HolderLost)
+    assert not clients.num_puts and not len(leases) and not pool.holds() and pool.stats().pinned == 0
 
 
 def test_namespaces_in_use_are_remembered_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

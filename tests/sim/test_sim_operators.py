@@ -13,6 +13,7 @@ from kv_services.membership.discovery_state import Directory, Event, Listing, Re
 from kv_services.membership.discovery_state import Effect as DirectoryEffect
 from kv_services.membership.records import NodeRecord
 from kv_services.node.mover import Mover
+from kv_services.node.store import LeaseDesk
 from kv_services.sim import operators
 from kv_services.sim.directory import LEASE_S, SimDirectory
 from kv_services.sim.loop import SimLoop, context_of, run_simulated
@@ -38,7 +39,7 @@ def test_a_node_that_left_and_is_remembered_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Directory, "_drop_if_over", keep)
     with pytest.raises(SimulationFailedError, match="who left"):
-        simulate(11, seconds=25.0, kinds=("join", "leave"))
+        simulate(14, seconds=25.0, kinds=("join", "leave"))
 
 
 @pytest.mark.timeout(300)
@@ -51,6 +52,15 @@ def test_a_node_that_loses_count_while_it_is_drained_is_found(monkeypatch: pytes
 
     monkeypatch.setattr(Mover, "_add", careless)
     with pytest.raises(SimulationFailedError, match="lost count"):
+        simulate(11, seconds=25.0, kinds=("drain",))
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_is_read_from_after_it_said_that_it_is_safe_to_stop_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LeaseDesk, "readers", lambda self: {NodeId("late")})
+    with pytest.raises(SimulationFailedError, match=r"was safe to stop and is not any more.*read by \['late'\]"):
         simulate(11, seconds=25.0, kinds=("drain",))
 
 

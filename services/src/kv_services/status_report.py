@@ -28,6 +28,7 @@ class TierCounts(msgspec.Struct, frozen=True):
         limit: that it may hold now; below its configured size after it met a full medium.
         used_bytes: taken on the medium.
         waiting: to be written.
+        writing: being written now.
         spilled, missed, failed: written; evicted before their turn; not written because the medium failed.
         absent: found damaged, short or gone when they were to be loaded.
         full: the last write found no room on the medium.
@@ -38,6 +39,7 @@ class TierCounts(msgspec.Struct, frozen=True):
     limit: int
     used_bytes: int
     waiting: int = 0
+    writing: int = 0
     spilled: int = 0
     missed: int = 0
     failed: int = 0

@@ -8,6 +8,7 @@ from kv_bus import errors as bus
 from kv_core.errors import FieldValue, KVError, LocalProtocolError, RetryableError
 from kv_prefix.errors import (
     DigestMismatchError,
+    HolderLeavingError,
     LeaseExpiredError,
     LeaseLimitError,
     NoSpaceError,
@@ -130,6 +131,7 @@ def translate(error: KVError, holder: str) -> ClientError:
             | bus.WrongIncarnation()
             | bus.ClosedWithOpenRequests()
             | bus.Draining()
+            | HolderLeavingError()
             | transport.ConnectionLost()
             | transport.TransferTimeout()
             | transport.NoTransport()

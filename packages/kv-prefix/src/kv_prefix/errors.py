@@ -103,6 +103,16 @@ class InvalidRequestError(PrefixError, LocalProtocolError):
     template = "{name} is {value}; {rule}"
 
 
+class HolderLeavingError(PrefixError, RetryableError):
+    """The holder is leaving the cluster: it takes nothing in, and lends nothing once its blocks are given away.
+
+    Another node has them, or they are to be computed.
+    """
+
+    code = 5015
+    template = "{node} is leaving: it takes nothing in and lends nothing any more"
+
+
 class TenantQuotaError(NoSpaceError):
     """A tenant would exceed its quota of blocks, and too few of its own can be evicted; nothing was changed.
 

@@ -5,6 +5,8 @@ K1: a put becomes findable whole, after every byte was verified, or not at all; 
 K2: what a client holds (leases, pins, puts) ends with its transfer session: a client that died gives everything back
     as soon as the transport sees its end (a pidfd, a broken connection), not by time alone.
 K3: a client pins within the pool's quota.
+K4: a leaving node takes no put and no pin: what came after its blocks were given away would be lost with it. Puts that
+    had begun end first, and are given away with the rest.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
-from kv_prefix.errors import InvalidRequestError, NotHeldError, UnknownReceiptError
+from kv_prefix.errors import HolderLeavingError, InvalidRequestError, NotHeldError, UnknownReceiptError
 from kv_prefix.pins import Receipt
 from kv_prefix.pool_types import PoolMatch
 from kv_services.node.context import NodeContext
@@ -88,6 +90,12 @@ class ClientDesk:
         self._puts: dict[int, _Put] = {}
         self._ended: dict[int, _Put] = {}
         self._ids = itertools.count(1)
+        self.leaving = False
+
+    @property
+    def num_puts(self) -> int:
+        """Puts that have not ended."""
+        return len(self._puts)
 
     def listen(self) -> None:
         """Take requests from the bus."""
@@ -162,6 +170,7 @@ class ClientDesk:
         names = self._names(namespace, message.tokens, message.num_blocks)
         match = self._match(namespace, names, message.tokens)
         first = len(match.refs)
+        self._refuse_if_leaving()
         put_id = next(self._ids)
         if first == message.num_blocks:
             return PutReserved(put_id, first, None)
@@ -239,6 +248,7 @@ class ClientDesk:
 
     def _on_pin(self, request: Request[PinBlocks]) -> Reply:
         message, client = request.message, request.sender
+        self._refuse_if_leaving()
         namespace = self._namespace(message.namespace)
         names = self._names(namespace, message.tokens, message.num_blocks)
         match = self._match(namespace, names, message.tokens)
@@ -258,6 +268,10 @@ class ClientDesk:
         self._drop_if_empty(request.sender)
         self._ctx.flush_pool_events()
         return Unpinned()
+
+    def _refuse_if_leaving(self) -> None:
+        if self.leaving:
+            raise HolderLeavingError(node=self._ctx.node_id)
 
     def _drop_if_empty(self, client: NodeId) -> None:
         held = self._clients.get(client)

@@ -1,8 +1,9 @@
 """What an operator may have a node do: leave, stay after all, share its blocks, take the other role.
 
 Leaving goes in a fixed order: nothing new is taken; what waits or runs is handed over; when nothing runs any more, the
-blocks that nobody else holds go to whoever has room, or are listed; then it is safe to stop. Nothing here is undone by
-asking twice.
+blocks that nobody else holds go to whoever has room, or are listed; then nobody may begin to read here, and when the
+last reader is done it is safe to stop, and stays so until it is told to serve again. Nothing here is undone by asking
+twice.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from msgspec import Meta
 from kv_services.config import Role
 from kv_services.errors import NoKVRoleError
 from kv_services.node.adopter import Adopter
+from kv_services.node.client_desk import ClientDesk
 from kv_services.node.context import NodeContext
 from kv_services.node.decode import DecodeActor
 from kv_services.node.decode_events import DrainBegan, DrainEnded
@@ -57,14 +59,17 @@ class Operations:
         decode: DecodeActor,
         prefill: PrefillActor,
         leases: LeaseDesk,
+        clients: ClientDesk,
         shards: ShardDesk,
     ) -> None:
         self._base = base
         self._ctx = ctx
-        self._decode, self._prefill, self._leases, self._shards = decode, prefill, leases, shards
+        self._decode, self._prefill, self._shards = decode, prefill, shards
+        self._leases, self._clients = leases, clients
         self.adopter = Adopter(ctx)
         self.mover = Mover(ctx, base.cluster, leases)
         self._leaving: asyncio.Task[None] | None = None
+        self._safe = False
 
     def actions(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """What may be asked for, by path."""
@@ -78,8 +83,7 @@ class Operations:
         if counts is None:
             return None
         on_media = sum(tier.blocks for tier in self._ctx.tiers.counts().values())
-        safe = self._leaving is not None and self._leaving.done() and counts.state == "done" and not self._busy()
-        return msgspec.structs.replace(counts, on_media=on_media, safe_to_stop=safe)
+        return msgspec.structs.replace(counts, on_media=on_media, safe_to_stop=self._safe)
 
     async def close(self) -> None:
         """Stop giving and taking. Idempotent."""
@@ -97,6 +101,7 @@ class Operations:
             _log.info("draining node=%s", self._ctx.node_id)
             self._base.draining = True
             self.adopter.refusing = "it is draining"
+            self._clients.leaving = True
             self._base.cluster.say("draining")
             others = bool(self._base.cluster.alive(Role.DECODE))
             self._decode.complete(DrainBegan(hand_over=others))
@@ -117,12 +122,21 @@ class Operations:
                 "drained node=%s state=%s blocks=%d elsewhere=%d moved=%d left=%d",
                 *(self._ctx.node_id, counts.state, counts.total, counts.elsewhere, counts.moved, counts.left),
             )
+            if counts.state != "done":
+                return
+        self._leases.ending = True
+        while self._busy():  # noqa: ASYNC110  # the same
+            await asyncio.sleep(LOOK_S)
+        # Whatever is asked for from here on is refused, so that this stays true.
+        self._safe = True
+        _log.info("safe to stop node=%s", self._ctx.node_id)
 
     async def _resume(self, body: bytes) -> bytes:
         if self._leaving is not None:
             self._leaving.cancel()
             await asyncio.gather(self._leaving, return_exceptions=True)
             self._leaving = None
+            self._safe = self._leases.ending = self._clients.leaving = False
             await self.mover.close()
             self.mover.counts = None
             self._decode.complete(DrainEnded())
@@ -160,9 +174,8 @@ class Operations:
 
     def _running(self) -> bool:
         decode, prefill = self._decode.machine, self._prefill.machine
-        return bool(
-            decode.num_running or decode.num_waiting or prefill.num_running or prefill.num_waiting or self._shards.busy
-        )
+        requests = decode.num_running + decode.num_waiting + prefill.num_running + prefill.num_waiting
+        return bool(requests or self._shards.busy or self._clients.num_puts)
 
     def _busy(self) -> bool:
         return bool(self._running() or len(self._leases) or len(self.adopter) or len(self._decode.outbox))

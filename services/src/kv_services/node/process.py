@@ -58,7 +58,7 @@ from kv_services.node.tier_setup import open_tiers
 from kv_services.node.tiers import Tiers
 from kv_services.past_requests import PastRequests
 from kv_services.process import Base, keep, model_path
-from kv_services.status_report import SlotCounts
+from kv_services.status_report import SlotCounts, TierCounts
 from kv_transport import Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
 from kv_transport.config import TlsConfig
 
@@ -134,9 +134,9 @@ class NodeWork:
         self.watermarks = Watermarks(base.config.pool.low_watermark, base.config.pool.high_watermark)
         self.leases = LeaseDesk(ctx)
         self.shards = ShardDesk(ctx, shard_engine(model), base.events)
-        self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.shards)
-        self.copier = HotCopier(ctx, base.cluster, self.leases, base.events)
         self.clients = ClientDesk(ctx, self._is_member, self.leases.reader_died, self.leases.readers)
+        self.operations = Operations(base, ctx, self.decode, self.prefill, self.leases, self.clients, self.shards)
+        self.copier = HotCopier(ctx, base.cluster, self.leases, base.events)
         self.prefixes = PrefixDesk(ctx, model.info.weights_revision, self.in_flight.table)
         ctx.tiers.attach(ctx.prepare, ctx.flush_pool_events, Sharing(ctx, self._plan_pull).adopt)
         self._closed: asyncio.Event | None = None
@@ -252,6 +252,11 @@ class NodeWork:
         block_ns = int(self.cost.compute_ns_per_token * self.ctx.block_size)
         fetch_ns = int(self.cost.fetch_ns(len(hashes) - num_found))
         return self.in_flight.ask(hashes, num_found, now_ns, block_ns=block_ns, fetch_ns=fetch_ns)
+
+    def tier_counts(self) -> dict[str, TierCounts]:
+        """What `/status` says of the tiers; they hear first what the pool stored a moment ago."""
+        self.ctx.flush_pool_events()
+        return self.ctx.tiers.counts()
 
     def _tick(self) -> None:
         now_ns = self.ctx.clock.monotonic_ns()
@@ -401,5 +406,5 @@ def assemble(base: Base, model: Model, arena: Arena, agent: TransferAgent, compu
     base.load, base.slots, base.transports, base.open_things = work.load, work.slots, work.transports, work.open_things
     base.codecs = work.prefill.codec_choices
     base.alerts = ctx.tiers.problems
-    base.tiers, base.moving, base.shards = ctx.tiers.counts, work.operations.moving, work.shards.status
+    base.tiers, base.moving, base.shards = work.tier_counts, work.operations.moving, work.shards.status
     return work

@@ -2,6 +2,7 @@
 
 L1: a lease is granted only when the reader's digest over all tokens of the prefix is that of the stored tokens.
 L2: leased blocks stay in place until the lease is released, its time is over, or its reader is dead.
+L3: once a leaving node has given its blocks away, nobody begins to read there: that it is safe to stop stays true.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import EXACT, Fidelity
-from kv_prefix.errors import LeaseExpiredError
+from kv_prefix.errors import HolderLeavingError, LeaseExpiredError
 from kv_prefix.pins import Receipt
 from kv_services.messages import LeasePrefix, PrefixLeased, ReleaseLease
 from kv_services.node.context import NodeContext
@@ -36,6 +37,8 @@ class LeaseDesk:
         self._ctx = ctx
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
+        self.ending = False
+        """Whether no lease is given any more; those that are out go on."""
 
     def __len__(self) -> int:
         """Leases that are out."""
@@ -75,6 +78,7 @@ class LeaseDesk:
     async def _on_lease(self, request: Request[LeasePrefix]) -> Reply:
         message, ctx = request.message, self._ctx
         await ctx.introductions.ensure(request.sender, request.deadline_ns)
+        self._refuse_if_ending()
         limit_ns = ctx.config.limits.lease_ms * 1_000_000
         lease_ns = min(message.lease_ns, limit_ns)
         name, namespace = BlockHash(message.sequence, message.check), message.namespace.namespace()
@@ -90,6 +94,10 @@ class LeaseDesk:
             published=namespace.fidelity,
         )
         return PrefixLeased(lease_id, grant, lease_ns)
+
+    def _refuse_if_ending(self) -> None:
+        if self.ending:
+            raise HolderLeavingError(node=self._ctx.node_id)
 
     def grant(
         self,
@@ -111,9 +119,10 @@ class LeaseDesk:
                 bytes as they are, under the name they have.
 
         Raises:
-            PrefixError: the prefix is not here, or has other tokens (L1).
+            PrefixError: the prefix is not here, or has other tokens (L1), or the node is leaving (L3).
             TransportError: the blocks that are asked for are not those of the prefix.
         """
+        self._refuse_if_ending()
         ctx = self._ctx
         lease = ctx.pool.lease(
             reader,

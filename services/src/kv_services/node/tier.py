@@ -222,6 +222,7 @@ class NodeTier:
             limit=stats.limit,
             used_bytes=self._used_bytes,
             waiting=len(self.queue),
+            writing=self.queue.in_flight,
             spilled=spill.spilled,
             missed=spill.missed,
             failed=spill.failed,

@@ -136,7 +136,10 @@ class Operators:
             return
         for _ in range(int(PATIENCE_S / _LOOK_S)):
             await asyncio.sleep(_LOOK_S)
-            if not _lives(node, life) or self._is_safe(node):
+            if not _lives(node, life):
+                break
+            if self._is_safe(node):
+                await self._still_safe(node, life)
                 break
         if not leaves:
             await self._ask(node, life, "/resume", b"")
@@ -163,6 +166,17 @@ class Operators:
         if len(moving.left_names) != moving.left:
             self.refused.append(CheckError(node=node.name, what=f"does not list what it keeps: {moving}"))
         return True
+
+    async def _still_safe(self, node: SimNode, life: Incarnation) -> None:
+        """Whoever is told that a node is safe to stop acts on it a moment later: it must be true then too."""
+        await asyncio.sleep(_LOOK_S)
+        if _lives(node, life) and not node.pauses:
+            assert node.work is not None
+            moving = node.work.operations.moving()
+            readers = node.work.leases.readers()
+            if moving is None or not moving.safe_to_stop or readers:
+                what = f"was safe to stop and is not any more: {moving}, read by {sorted(readers)}"
+                self.refused.append(CheckError(node=node.name, what=what))
 
     async def _ask(self, node: SimNode, life: Incarnation, path: str, body: bytes) -> None:
         """As over HTTP: nobody answers for a life that is over."""
