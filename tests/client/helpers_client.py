@@ -103,6 +103,7 @@ class Holder:
         return AgentIntroduced(self.agent.get_agent_metadata(request.sender, request.incarnation).to_bytes())
 
     def _lease(self, request: Request[LeasePrefix]) -> Reply:
+        self.agent.peer(request.sender)
         self.asked += 1
         if self.silent:
             return DEFERRED

@@ -20,6 +20,7 @@ from kv_services.messages import AgentIntroduced, IntroduceAgent
 from kv_services.node import introductions
 from kv_services.node.introductions import Introducer
 from kv_transport.backends.memory_network import MemoryFaults, MemoryNetwork
+from kv_transport.errors import UnknownPeer
 from tests.transport.helpers_memory import hand_over, memory_node
 from tests.transport.helpers_transport import Node
 
@@ -39,7 +40,9 @@ class World:
         self._tell: Callable[[Effect], None]
         self._handler: Callable[[Any], AgentIntroduced]
         cluster = SimpleNamespace(
-            roles={PEER: Role.DECODE}, incarnation=lambda node: self.life, on_change=lambda call: self._on_change(call)
+            roles={PEER: Role.DECODE},
+            incarnation=lambda node: self.life if node == PEER else Incarnation(0),
+            on_change=lambda call: self._on_change(call),
         )
         bus = SimpleNamespace(node_id=ME, handle=self._on_handle, request=self._request, peers=tuple)
         self.introducer = Introducer(cast(Any, bus), me.agent, cast(Any, cluster), clock)
@@ -195,6 +198,8 @@ def test_clients_that_are_gone_make_room_and_those_with_a_session_and_members_st
                 await asyncio.sleep(1)
             known = {peer.peer for peer in made.me.agent.stats().peers}
             assert len(known) == 1 + 4 and {"decode#1", "stays#1", "client-11#1"} < known
+            with pytest.raises(UnknownPeer, match="client-0 was not introduced"):
+                await made.introducer.ensure(NodeId("client-0"), clock.monotonic_ns() + S)
             await met(made, member, 20)
             assert (await hand_over(stays, made.me, 21, blocks=2, timeout_ms=1_000)).right
 

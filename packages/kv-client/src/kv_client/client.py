@@ -56,7 +56,7 @@ from kv_core.wire import Message, Registry
 from kv_transport import AgentMetadata, Arena, KVCacheTransferEngine, ReadGrant, TransferAgent
 from kv_transport.arena import StoredArray
 from kv_transport.codecs import accepted_under
-from kv_transport.errors import StaleIncarnation
+from kv_transport.errors import StaleIncarnation, UnknownPeer
 
 CLOSE_TIMEOUT_S: Final = 2.0
 RENEW_LOOK_S: Final = 1.0
@@ -345,12 +345,12 @@ class Client:
         return run
 
     async def _call(self, ask: Message, expect: type[ReplyT], deadline_ns: int) -> ReplyT:
-        """Ask the holder, introduced; again once if it has begun a new life."""
+        """Ask the holder, introduced; again once if it has begun a new life, or has forgotten this client."""
         holder, life = self.config.holder.node_id, await self._introduced(deadline_ns)
         try:
             return await self._bus.request(holder, ask, expect=expect, deadline_ns=deadline_ns, incarnation=life)
-        except WrongIncarnation:
-            # It was not handled (B2): the holder has begun a new life and knows nothing of us.
+        except (WrongIncarnation, UnknownPeer):
+            # It was not handled (B2): the holder has begun a new life and knows nothing of us, or made room for others.
             if self._holder_life == life:
                 self._holder_life = None
         life = await self._introduced(deadline_ns)

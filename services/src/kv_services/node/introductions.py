@@ -23,6 +23,7 @@ from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Effect, MemberDied, MemberUp
 from kv_services.messages import AgentIntroduced, IntroduceAgent
 from kv_transport import AgentMetadata, TransferAgent
+from kv_transport.errors import UnknownPeer
 
 TIMEOUT_NS: Final = 2_000_000_000
 CLIENTS_MAX: Final = 512
@@ -54,13 +55,16 @@ class Introducer:
         """Return when transfers with that node's present life can begin.
 
         Raises:
+            UnknownPeer: it is a client that is not known, or not any more.
             KVError: the peer cannot be reached by the deadline, or refuses.
         """
         known = self._known.get(node_id)
-        # A later life than membership has heard of introduced itself: the one it has heard of is over. So did a reader
-        # that is no member (life 0 here), whom nobody could ask.
+        # A later life than membership has heard of introduced itself: the one it has heard of is over.
         if known is not None and known >= self._cluster.incarnation(node_id):
             return
+        if node_id not in self._cluster.roles:
+            # A client, whom nobody could ask; told so, it introduces itself again.
+            raise UnknownPeer(peer=node_id)
         task = self._asking.get(node_id)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._ask(node_id), name=f"introduce {node_id}")
