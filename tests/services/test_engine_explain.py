@@ -278,8 +278,66 @@ def test_the_record_is_bounded_keeps_the_latest_and_says_that_it_forgot() -> Non
     assert (forgot_before, record.forgot) == (False, True) and len(record) == 4 and record.get(bytes([1])) is None
     assert record.get(bytes([0])) == gone(9)
     whole = gone(12, Fate.CLEARED)
-    record.all_gone((bytes([n]) for n in range(100, 110)), 10, whole)
-    assert len(record) == 4 and record.get(bytes([100])) == whole and record.get(bytes([104])) is None
+    record.all_gone({n: bytes([n]) for n in range(100, 110)}, bytes, whole)
+    assert len(record) == 4 and record.get(bytes([109])) == whole and record.get(bytes([105])) is None
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("removed"), st.integers(0, 9)),
+            st.tuples(st.just("all"), st.lists(st.integers(0, 9), unique=True)),
+            st.tuples(st.just("tidy"), st.integers(0, 5)),
+            st.tuples(st.just("get"), st.integers(0, 9)),
+        ),
+        max_size=30,
+    ),
+    st.sampled_from((4, 1_000)),
+)
+def test_ends_that_are_written_down_in_parts_are_those_that_were_told_of(
+    acts: list[tuple[str, object]], limit: int
+) -> None:
+    record, truth = EngineRecord(limit=limit, at_once=2), dict[bytes, Gone]()
+    for number, act in enumerate(acts):
+        match act:
+            case "removed", int(name):
+                truth[bytes([name])] = gone(number)
+                record.removed(bytes([name]), gone(number))
+            case "all", list(names):
+                truth |= {bytes([name]): gone(number, Fate.CLEARED) for name in names}
+                record.all_gone({name: bytes([name]) for name in names}, bytes, gone(number, Fate.CLEARED))
+            case "tidy", int(count):
+                record.tidy(count)
+            case _, name:
+                assert isinstance(name, int)
+                found = record.get(bytes([name]))
+                assert found == truth.get(bytes([name])) or (found is None and record.forgot)
+        assert len(record) <= limit
+    while record.tidy(3):
+        pass
+    assert all(record.get(name) == end or record.forgot for name, end in truth.items())
+    if truth:
+        # Whatever was forgotten, the latest end is not among it.
+        end = max(truth.values(), key=lambda one: one.event.sequence)
+        assert any(record.get(key) == end for key, other in truth.items() if other == end)
+
+
+def test_an_engine_that_clears_many_blocks_has_them_let_go_of_in_parts() -> None:
+    """What is kept goes by when it ended: what is written down late does not push out what ended after it."""
+    one = Followed()
+    one.follower.record = record = EngineRecord(limit=6, at_once=2)
+    one.hear(0, stored(1, 8))
+    one.hear(1, AllBlocksCleared())
+    one.hear(2, stored(2, 3))
+    one.hear(3, removed(200), removed(201))
+    assert len(record) == 2 and record.tidy(3) and len(record) == 5
+    assert [row.verdict for row in one.explain(1, 8)] == [V.NEVER_ANNOUNCED] * 4 + [V.CLEARED] * 4
+    assert one.verdicts(2, 3) == [V.REMOVED, V.REMOVED, V.AFTER_GAP]
+    assert len(record) == 6 and record.tidy(3) and not record.tidy(3) and len(record) == 6
+    one.hear(4, removed(202))
+    # Of those that ended together the ones that were told of first are forgotten first.
+    assert one.verdicts(1, 8) == [V.NEVER_ANNOUNCED] * 5 + [V.CLEARED] * 3 and len(record) == 6
 
 
 def test_what_is_forgotten_is_said_beside_never_announced(monkeypatch: pytest.MonkeyPatch) -> None:

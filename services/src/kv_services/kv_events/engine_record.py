@@ -3,18 +3,26 @@
 To be asked only of blocks that are not held: one that came back keeps its former end here until it ends again.
 
 R1: bounded. The latest ends are kept; of blocks that end together, those that were told of last.
+R2: an engine that clears a million blocks stops nobody: what ends by the thousand is written down, and let
+    go of, in parts.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
-from itertools import islice
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
+
+from kv_services.kv_events.wire import EngineHash
 
 MAX_GONE: Final = 65_536
 """Ends of blocks of one engine that are remembered. About 20 MB."""
+AT_ONCE: Final = 1_000
+"""So many ends are written down in one go, which takes less than a millisecond; more of them a part at a time."""
+
+_Known = TypeVar("_Known")
 
 
 class Fate(Enum):
@@ -61,37 +69,96 @@ class Gone:
     cause: str = ""
 
 
+@dataclass(slots=True)
+class _Passing(Generic[_Known]):
+    """Blocks that ended together and are not written down yet."""
+
+    into: OrderedDict[bytes, Gone]
+    known: dict[EngineHash, _Known]
+    name_of: Callable[[_Known], bytes]
+    gone: Gone
+
+
 class EngineRecord:
     """See the module. Blocks go by the bytes of their `BlockHash.sequence`."""
 
-    def __init__(self, limit: int = MAX_GONE) -> None:
+    def __init__(self, limit: int = MAX_GONE, at_once: int = AT_ONCE) -> None:
         self._limit = limit
-        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+        self._at_once = at_once
+        # Oldest ends first, in each and over all. What ended together by the thousand has an age of its own, which is
+        # filled while later ends go into the next.
+        self._ages: deque[OrderedDict[bytes, Gone]] = deque([OrderedDict()])
+        self._passing: deque[_Passing[Any]] = deque()
+        self._count = 0
         self.forgot = False
         """Whether any end was left out or has been forgotten."""
 
     def __len__(self) -> int:
-        return len(self._gone)
+        return self._count
 
     def removed(self, name: bytes, gone: Gone) -> None:
         """One block ended."""
-        self._gone[name] = gone
-        self._gone.move_to_end(name)
+        age = self._ages[-1]
+        self._count += name not in age
+        age[name] = gone
+        age.move_to_end(name)
         self._trim()
 
-    def all_gone(self, latest_first: Iterable[bytes], count: int, gone: Gone) -> None:
-        """All `count` blocks that the engine had ended."""
-        for name in islice(latest_first, self._limit):
-            self._gone[name] = gone
-            self._gone.move_to_end(name)
-        self.forgot = self.forgot or count > self._limit
-        self._trim()
+    def all_gone(self, known: dict[EngineHash, _Known], name_of: Callable[[_Known], bytes], gone: Gone) -> None:
+        """Everything that the engine had ended.
+
+        Args:
+            known: all of it, in the order in which it was told of. It is given away: nobody else may use it.
+        """
+        self.forgot = self.forgot or len(known) > self._limit
+        if len(known) <= self._at_once:
+            for value in known.values():
+                self.removed(name_of(value), gone)
+            return
+        into = OrderedDict[bytes, Gone]()
+        self._ages += (into, OrderedDict())
+        self._passing.append(_Passing(into, known, name_of, gone))
+
+    def tidy(self, count: int) -> bool:
+        """Write down, or let go of, as many of the ends that came by the thousand; whether there are more."""
+        while self._passing and count > 0:
+            now = self._passing[0]
+            for _ in range(min(count, len(now.known))):
+                self._pass_one(now)
+                count -= 1
+            if not now.known:
+                self._passing.popleft()
+        return bool(self._passing)
 
     def get(self, name: bytes) -> Gone | None:
         """How a block ended last, if that is remembered."""
-        return self._gone.get(name)
+        for now in self._passing:
+            # Rare: somebody asks in the moment after. What is beyond the limit is let go of later.
+            while now.known and self._has_room(now.into):
+                self._pass_one(now)
+        return next((age[name] for age in reversed(self._ages) if name in age), None)
+
+    def _pass_one(self, now: _Passing[Any]) -> None:
+        _, value = now.known.popitem()  # what was told of last comes first
+        if not self._has_room(now.into):
+            return
+        name = now.name_of(value)
+        if name not in now.into:
+            now.into[name] = now.gone
+            now.into.move_to_end(name, last=False)
+            self._count += 1
+            self._trim()
+
+    def _has_room(self, age: OrderedDict[bytes, Gone]) -> bool:
+        """Whether one more end in this age would stay: there is room, or an older one makes it."""
+        return self._count < self._limit or any(itertools.takewhile(lambda older: older is not age, self._ages))
 
     def _trim(self) -> None:
-        while len(self._gone) > self._limit:
-            self._gone.popitem(last=False)
+        while self._count > self._limit:
+            oldest = next(age for age in self._ages if age)
+            oldest.popitem(last=False)
+            self._count -= 1
             self.forgot = True
+        filling = {id(now.into) for now in self._passing}
+        while len(self._ages) > 1 and not self._ages[0] and id(self._ages[0]) not in filling:
+            self._ages.popleft()

@@ -18,6 +18,8 @@ from kv_services.kv_events.wire import sequence_bytes as as_frame
 REPLAY_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.01
 BATCHES_A_TURN: Final = 64
+ENDS_A_TURN: Final = 1_000
+"""Of blocks that ended by the thousand, written down between two looks at the sockets: less than a millisecond."""
 ASKS_MAX: Final = 16
 """Replays that are asked for and not sent yet, while nobody listens where they are answered."""
 
@@ -58,7 +60,8 @@ class EngineEvents:
         """Hear until closed."""
         assert self._closed is not None
         while not self._closed.is_set():
-            busy = self._hear()
+            heard, tidying = self._hear(), self.follower.record.tidy(ENDS_A_TURN)
+            busy = heard or tidying
             if self._replay_until is not None and asyncio.get_running_loop().time() >= self._replay_until:
                 _log.warning("no replay holder=%s: what is known of it is dropped", self.holder.node)
                 self._replay_over()

@@ -200,9 +200,8 @@ class EngineFollower:
         return [Cleared()]
 
     def _forget_all(self, gone: Gone) -> None:
-        latest_first = (name.sequence for name, *_ in reversed(self._known.values()))
-        self.record.all_gone(latest_first, len(self._known), gone)
-        self._known.clear()
+        self.record.all_gone(self._known, lambda known: known[0].sequence, gone)
+        self._known = {}
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
