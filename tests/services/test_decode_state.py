@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_core.errors import KVError, RetryableError
-from kv_core.hashing import BlockHash
+from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RegionId, RequestId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
@@ -21,6 +22,7 @@ from kv_services.node.decode_events import (
     Computed,
     DecodeEffect,
     DecodeEvent,
+    DrainBegan,
     EndAsked,
     GiveUp,
     HandoverFailed,
@@ -262,6 +264,49 @@ def test_a_failed_hand_over_gives_the_request_up() -> None:
     (gave_up,) = of(m.step(HandoverFailed(RequestId("r"), 1, OOPS)), GiveUp)
     assert gave_up.may_retry and gave_up.error is OOPS
     assert pool.stats().pinned == 0
+
+
+@pytest.mark.parametrize("with_step", [False, True])
+@pytest.mark.parametrize(
+    "end",
+    [
+        HandoverFailed(RequestId("r"), 1, OOPS),
+        EndAsked(RequestId("r"), 1, "gone"),
+        TimePassed(1_000),
+        PeerDied(G, "silent"),
+        DrainBegan(hand_over=True),
+    ],
+    ids=lambda end: type(end).__name__,
+)
+def test_what_a_hand_over_brought_that_was_not_verified_as_a_whole_is_found_by_nobody(
+    end: DecodeEvent, with_step: bool
+) -> None:
+    """Every layer may be there, and a first token made of them: without the last word it may still be wrong."""
+    tokens = tuple(range(9))
+
+    def arriving() -> tuple[DecodeMachine, BlockPool, StepItem]:
+        m, pool = machine()
+        m.step(ask(tokens=tokens))
+        (step,) = of(m.step(LayerArrived(RequestId("r"), 1, 2)), StartStep)
+        return m, pool, step.items[0]
+
+    def found(pool: BlockPool) -> int:
+        return len(pool.match(NS.digest, hash_tokens(NS, tokens), tokens).refs)
+
+    m, pool, item = arriving()
+    m.step(StepFinished((outcome(item, 5),)))
+    assert found(pool) == 0
+    m.step(HandoverVerified(RequestId("r"), 1))
+    assert found(pool) == 2
+
+    m, pool, item = arriving()
+    if with_step:
+        m.step(StepFinished((outcome(item, 5),)))
+    if of(m.step(end), CloseInbound):
+        m.step(InboundClosed(RequestId("r"), 1))
+    if not with_step:
+        m.step(StepFinished((outcome(item, 5),)))
+    assert found(pool) == pool.stats().pinned == pool.stats().cached == 0
 
 
 def test_a_deadline_is_kept_while_waiting_too() -> None:
