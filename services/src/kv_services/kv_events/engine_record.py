@@ -141,6 +141,7 @@ class EngineRecord:
     def _pass_one(self, now: _Passing[Any]) -> None:
         _, value = now.known.popitem()  # what was told of last comes first
         if not self._has_room(now.into):
+            self.forgot = True
             return
         name = now.name_of(value)
         if name not in now.into:
