@@ -334,6 +334,32 @@ def test_a_child_that_gives_up_while_another_starts_leaves_nobody_running() -> N
     run_virtual(main)
 
 
+def test_an_end_that_was_foreseen_is_one_line_of_warning_and_any_other_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class LifeIsOver(Exception):
+        pass
+
+    async def end_by(error: Exception) -> None:
+        shop = Workshop()
+        spec = dataclasses.replace(shop.spec("a"), policy=RestartPolicy(failures_max=0), foreseen=(LifeIsOver,))
+        supervisor = Supervisor("s", [spec])
+        await supervisor.start()
+        running = asyncio.ensure_future(supervisor.run())
+        shop.lives["a"][-1].fate.set_exception(error)
+        with pytest.raises(ChildGaveUp):
+            await running
+
+    run_virtual(lambda clock: end_by(LifeIsOver("others said so")))
+    (told,) = caplog.records
+    assert told.levelname == "WARNING" and not told.exc_info and "child ended supervisor=s child=a" in told.message
+    assert "others said so" in told.message
+    caplog.clear()
+    run_virtual(lambda clock: end_by(ValueError("a fault")))
+    (told,) = caplog.records
+    assert told.levelname == "ERROR" and told.exc_info and "child failed supervisor=s child=a" in told.message
+
+
 def test_two_children_of_one_name_are_refused() -> None:
     async def main(clock: LoopClock) -> None:
         shop = Workshop()

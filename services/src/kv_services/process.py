@@ -22,6 +22,7 @@ from kv_bus.keys import AllowListFile, load_key_pair
 from kv_bus.lag import LoopLagProbe
 from kv_bus.supervisor import Child, ChildSpec, RestartPolicy, Supervisor
 from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
+from kv_consistency.errors import ReplicaFencedError
 from kv_consistency.limits import CLOCK_HORIZON_NS
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_consistency.messages import MESSAGES
@@ -33,6 +34,7 @@ from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import WIRE_REVISION, Registry
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.errors import LifeOverError, ReplicaEndedError
 from kv_services.event_log import EventLog
 from kv_services.life import LifeFile
 from kv_services.membership.actor import ClusterView
@@ -40,13 +42,15 @@ from kv_services.membership.discovery import EtcdDiscovery
 from kv_services.messages import ROLE_MESSAGES, Load
 from kv_services.metrics import Metrics
 from kv_services.purge_file import PurgeFile
-from kv_services.replica.service import Offload, ReplicaService
+from kv_services.replica.service import Offload, ReplicaOverError, ReplicaService
 from kv_services.replica.stamper import ReplicaStamper, wait_out
 from kv_services.sharded.messages import SHARD_MESSAGES
 from kv_services.side_http import SideHttp
 from kv_services.status_report import MoveCounts, ShardStatus, SlotCounts, StatusReport, TierCounts, encode_status
 
 DRAIN_NS: Final = 2_000_000_000
+LIFE_ENDS: Final = (LifeOverError, ReplicaOverError, ReplicaFencedError, ReplicaEndedError)
+"""Others declared this life over: its parts end, and the process begins a new one."""
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a computing thread may keep the interpreter from the loop: a tenth of the default."""
 
@@ -202,7 +206,8 @@ def keep(name: str, child: Child, *, drain_ns: int = 0) -> ChildSpec:
     """A child that is made once: it owns sockets and memory, so its failure ends the process, and the next life of
     the process is the restart."""
 
-    return ChildSpec(name, lambda: child, policy=RestartPolicy(failures_max=0), drain_timeout_ns=drain_ns)
+    policy = RestartPolicy(failures_max=0)
+    return ChildSpec(name, lambda: child, policy=policy, drain_timeout_ns=drain_ns, foreseen=LIFE_ENDS)
 
 
 def build_base(config: ClusterConfig, node: NodeConfig, life: LifeFile) -> Base:

@@ -7,7 +7,8 @@ V2: a failure at the first start fails `start()`: what is wrong then (a port, a 
 V3: a child that fails later is made anew after a pause that doubles from `backoff_first_ns` to `backoff_max_ns`.
 V4: more than `failures_max` failures within `within_ns` are the end of trying. What then happens is the child's stated
     `GiveUp`: stop everything and raise `ChildGaveUp` from `run()`, or leave this child down and say so.
-V5: every failure is reported: logged with its traceback, counted, and handed to `on_failure`.
+V5: every failure is reported: logged with its traceback, counted, and handed to `on_failure`. An end that the child's
+    spec names as foreseen is a decision, not a fault: it is logged in one line, as a warning.
 V6: a child that returns unasked has failed (`ChildEnded`).
 V7: whoever stops waits for the child that is just starting, and no other is begun after it: none is left running.
 """
@@ -136,7 +137,8 @@ class ChildSpec:
     """One child: how it is made, tried again and stopped.
 
     `make` is called for each life. A `drain_timeout_ns` above 0 lets a `Drainable` child finish before it is closed;
-    a child whose `close()` lasts longer than `stop_timeout_ns` is left behind and reported as hung.
+    a child whose `close()` lasts longer than `stop_timeout_ns` is left behind and reported as hung. `foreseen` are the
+    errors by which it ends as it was meant to, such as a word from others that its life is over.
     """
 
     name: str
@@ -146,6 +148,7 @@ class ChildSpec:
     start_timeout_ns: int = 30 * S
     drain_timeout_ns: int = 0
     stop_timeout_ns: int = 5 * S
+    foreseen: tuple[type[Exception], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,15 +375,18 @@ class Supervisor:
         gave_up = isinstance(verdict, GiveUpNow)
         delay_ns = verdict.delay_ns if isinstance(verdict, RestartAfter) else 0
         kept.state = ChildState.DOWN if gave_up else ChildState.BACKING_OFF
-        _log.error(
-            "child failed supervisor=%s child=%s failures=%d gave_up=%s restart_in_ms=%d cause=%s",
+        foreseen = isinstance(error, spec.foreseen)
+        _log.log(
+            logging.WARNING if foreseen else logging.ERROR,
+            "child %s supervisor=%s child=%s failures=%d gave_up=%s restart_in_ms=%d cause=%s",
+            "ended" if foreseen else "failed",
             self.name,
             spec.name,
             kept.failures,
             gave_up,
             delay_ns // MS,
             kept.last_cause,
-            exc_info=error,
+            exc_info=None if foreseen else error,
         )
         if isinstance(verdict, GiveUpNow) and spec.give_up is GiveUp.STOP_ALL and self._gave_up is None:
             self._gave_up = ChildGaveUp(
