@@ -389,3 +389,33 @@ async def test_what_is_there_is_listed_with_its_owner(place: Place, request: pyt
         await sender.agent.remove_remote_agent(DECODE)
         assert sender.agent.inventory().of("link") == ()
         await eventually(lambda: receiver.agent.inventory().of("session") == ())
+
+
+def open_here() -> tuple[int, int]:
+    """Descriptors of this process, and mappings of shared memory."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sum("/memfd:" in line for line in maps)
+
+
+async def test_whoever_comes_and_goes_leaves_no_session_descriptor_or_mapping_at_one_who_stays(place: Place) -> None:
+    """Lives of one peer and peers of other names, that write, are written to and are read from, and say no goodbye."""
+    async with place.node("decode", settings=QUICK) as stays:
+        seen: list[tuple[int, int]] = []
+        for name, life in [("a", 1), ("a", 2), ("b", 1), ("c", 1), ("c", 2), ("c", 3)]:
+            async with place.node(name, incarnation=life, settings=QUICK) as comes:
+                introduce(stays, comes)
+                for sender, receiver in ((comes, stays), (stays, comes)):
+                    grant, inbound = granted(receiver)
+                    await send_all(sender, grant, seed=life)
+                    await inbound.done()
+                lease = comes.engine.lease_reads(
+                    REQUEST, comes.filled(2, seed=life), seq_start=0, seq_end=2 * SMALL.block_size, lease_ms=60_000
+                )
+                await stays.engine.fetch(lease, stays.blocks(2)).wait(20_000)
+            await eventually(lambda: stays.agent.inventory().of("session") == ())
+            await eventually(lambda: stays.agent.inventory().of("link") == ())
+            assert idle(stays)
+            if seen:
+                await eventually(lambda: all(now <= then for now, then in zip(open_here(), seen[0], strict=True)))
+            seen.append(open_here())
+        assert len(stays.agent.inventory().of("peer")) == 3
