@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,36 @@ def test_a_complete_answer_is_not_lost_with_its_prefill_node() -> None:
         running(r)
         r.step(TokensArrived(1, 0, tokens(5), finish="stop"))
         assert r.step(last) == [Succeed("stop")]
+
+
+@pytest.mark.parametrize("event", [TextComplete(), ClientGone()])
+def test_a_prefill_node_reports_after_the_answer_though_nobody_reads_on(event: Event) -> None:
+    """Ended before its report it would keep nothing of a prompt that is to be kept."""
+    r = new()
+    running(r)
+    r.step(TokensArrived(1, 0, tokens(5), finish="length"))
+    assert r.step(event) == []
+    assert r.step(PrefillEnded(1)) == [Succeed("length")]
+
+
+def test_a_stop_string_in_the_first_tokens_ends_the_decode_node_and_waits_for_the_prefill_node() -> None:
+    r = new()
+    running(r)
+    r.step(TokensArrived(1, 0, tokens(5)))
+    assert r.step(TextComplete()) == [EndAt(D0, 1, "stop string")]
+    assert r.step(TokensArrived(1, 1, tokens(6))) == []
+    assert r.step(PrefillEnded(1)) == [Succeed("stop")]
+
+
+def test_a_stop_string_in_the_tokens_of_a_former_attempt_ends_a_hand_over_that_is_for_nobody() -> None:
+    r = new()
+    running(r)
+    r.step(TokensArrived(1, 0, tokens(5)))
+    r.step(NodeDied(D0, OOPS))
+    r.step(RetryDue())
+    r.step(Placed(D1, P0))
+    r.step(Reserved(2, needs_prefill=True))
+    assert r.step(TextComplete()) == [EndAt(P0, 2, "stop string"), EndAt(D1, 2, "stop string"), Succeed("stop")]
 
 
 def test_a_repeated_batch_is_shown_once() -> None:
@@ -224,6 +255,9 @@ def test_whatever_happens_one_verdict_and_nothing_left_reserved(run: list[tuple[
     ends: dict[str, Event] = {"deadline": DeadlinePassed(OOPS), "gone": ClientGone(), "text": TextComplete()}
     last = ends[end]
     w.perform(r.step(last))
+    if r.state is RouteState.FINISHING and r.prefill is not None:
+        w.held.discard((r.prefill, r.epoch))
+        w.perform(r.step(PrefillEnded(r.epoch)))
     assert r.state is RouteState.DONE
     assert len(w.verdicts) == 1
     assert w.held == set()

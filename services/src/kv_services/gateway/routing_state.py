@@ -269,6 +269,7 @@ class RequestRoute:
     prefill_running: bool = False
     blamed: NodeId | tuple[NodeId, NodeId] | None = None
     _reason: str = ""
+    _confirmed_before: int = 0
     _excluded: dict[NodeId, None] = field(default_factory=dict)
     _handed_over: set[NodeId] = field(default_factory=set)
     _room_waits: int = 0
@@ -293,8 +294,14 @@ class RequestRoute:
                 if self.state is RouteState.FINISHING:
                     return [*self._end_prefill("deadline"), *self._finish(Succeed(self._reason))]
                 return [*self._end_everywhere("deadline"), *self._finish(Fail(error))]
+            case ClientGone() | TextComplete() if self.state is RouteState.FINISHING:
+                # Only the prefill node's report is due: ended before it, it would not keep what it was asked to keep.
+                return []
             case ClientGone():
                 return [*self._end_everywhere("client gone"), *self._finish(Leave())]
+            case TextComplete() if self.prefill_running and self.decode and self.num_confirmed > self._confirmed_before:
+                self.state, self._reason = RouteState.FINISHING, "stop"
+                return [EndAt(self.decode, self.epoch, "stop string")]
             case TextComplete():
                 return [*self._end_everywhere("stop string"), *self._finish(Succeed("stop"))]
             case RetryDue():
@@ -404,7 +411,7 @@ class RequestRoute:
     def _reserve(self, decode: NodeId, prefill: NodeId | None, pieces: tuple[Placement, ...]) -> list[Effect]:
         self.epoch += 1
         self.decode, self.prefill, self.prefill_running = decode, prefill, False
-        self.state = RouteState.RESERVING
+        self.state, self._confirmed_before = RouteState.RESERVING, self.num_confirmed
         return [SendReserve(decode, prefill, self.epoch, self.num_confirmed, pieces)]
 
     def _link(self) -> tuple[NodeId, NodeId] | None:
