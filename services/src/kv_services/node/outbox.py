@@ -2,7 +2,9 @@
 
 O1: at most one batch per request is under way; what is added meanwhile goes with the next.
 O2: a batch is given up only when its gateway is dead, fenced the epoch, or the request's time is over.
-O3: what is queued is bounded by the answers themselves: a token is two numbers, and an answer has a limit.
+O3: what is queued is bounded by the answers themselves: a token is a few numbers, and an answer has a limit.
+O4: a batch is bounded: what piled up while a gateway was out of reach goes in many, each far below what a message may
+    be, and holds up no turn of the loop.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from kv_services.messages import DecodeGaveUp, OutputToken, TokenBatch
 
 ACK_TIMEOUT_NS: Final = 2_000_000_000
 RETRY_PAUSE_S: Final = 0.05
+BATCH_TOKENS_MAX: Final = 512
 
 _log = logging.getLogger(__name__)
 
@@ -127,11 +130,11 @@ class TokenOutbox:
         if self._closed or stream.call is not None or stream.retry is not None:
             return
         message: Message
-        count = len(stream.tokens)
+        count = min(len(stream.tokens), BATCH_TOKENS_MAX)
         if count:
-            message = TokenBatch(
-                stream.request_id, stream.epoch, stream.first_index, tuple(stream.tokens), stream.finish
-            )
+            finish = stream.finish if count == len(stream.tokens) else None
+            tokens = tuple(stream.tokens[:count])
+            message = TokenBatch(stream.request_id, stream.epoch, stream.first_index, tokens, finish)
         elif stream.gave_up is not None:
             message = stream.gave_up
         else:
