@@ -14,6 +14,7 @@ from kv_services.membership.discovery_state import (
     LifeBegan,
     LifeEnded,
     Listing,
+    ListingLost,
     RecordGone,
     RecordPut,
     RemoveMember,
@@ -54,6 +55,27 @@ def test_an_emptied_service_takes_nobody_away_who_lives() -> None:
     here.step(LifeBegan(NodeId("c")))
     assert here.step(Listing(())) == [RemoveMember(NodeId("d"))]
     assert here.step(LifeEnded(NodeId("c"))) == [RemoveMember(NodeId("c"))]
+
+
+def test_a_life_is_unlisted_from_when_its_record_goes_until_another_comes_or_the_service_is_lost() -> None:
+    here, c = directory(), NodeId("c")
+    assert not here.is_unlisted(c, Incarnation(1))
+    here.step(RecordPut(record("c")))
+    here.step(LifeBegan(c))
+    for gone in (RecordGone(c), Listing((record("d"),))):
+        here.step(gone)
+        assert here.is_unlisted(c, Incarnation(1)) and not here.is_unlisted(c, Incarnation(2))
+        here.step(RecordPut(record("c")))
+        assert not here.is_unlisted(c, Incarnation(1))
+    here.step(RecordGone(c))
+    here.step(ListingLost())
+    assert not here.is_unlisted(c, Incarnation(1)) and here.members()[0] == record("c")
+    # What a listing never had before is not missing from it; what it had when it could be read last is.
+    here.step(Listing((record("d"),)))
+    assert not here.is_unlisted(c, Incarnation(1))
+    here.step(ListingLost())
+    here.step(Listing(()))
+    assert [one.node for one in here.members()] == ["c"], "who lives stays a member, whatever is listed"
 
 
 def test_a_member_that_dies_stays_listed_and_is_waited_for() -> None:

@@ -204,6 +204,59 @@ def test_members_that_are_lost_together_with_their_connections_are_not_judged_on
     assert {type(e) for e in effects} == {MemberSuspected} and len(effects) == 4
 
 
+def test_a_majority_that_is_gone_for_good_is_dead_once_a_directory_lists_it_no_longer() -> None:
+    """Silence alone would leave it suspected for ever: whoever hears so few may be the one that is cut off."""
+    nodes = [NodeId(f"n{i}") for i in range(5)]
+    unlisted: set[tuple[NodeId, Incarnation]] = set()
+    v = view()
+    v.is_unlisted = lambda node_id, incarnation: (node_id, incarnation) in unlisted
+    for node in nodes:
+        v.add(node)
+        v.step(HeartbeatSeen(0, node, ONE))
+
+    def died_until(end_ns: int, first_ns: int) -> dict[NodeId, int]:
+        died = {}
+        for now_ns in range(first_ns, end_ns, 10):
+            v.step(HeartbeatSeen(now_ns, nodes[0], ONE))
+            for effect in v.step(TimePassed(now_ns)):
+                if isinstance(effect, MemberDied):
+                    assert effect.cause.endswith("and listed no longer")
+                    died[effect.node_id] = now_ns
+        return died
+
+    assert died_until(2_000, 10) == {}
+    unlisted |= {(node, ONE) for node in nodes[1:4]}
+    # A life of that name that is over says nothing of the one that is waited for.
+    unlisted.add((nodes[4], TWO))
+    # One comes back to the list at once: nobody is dead by a hiccup of the directory.
+    assert died_until(2_200, 2_000) == {}
+    unlisted.discard((nodes[3], ONE))
+    assert died_until(2_320, 2_200) == {nodes[1]: 2_300, nodes[2]: 2_300}
+    # One of two others is heard now, which is enough to judge by; but while so few were, no time counted against them.
+    assert v.members[nodes[3]].liveness is v.members[nodes[4]].liveness is Liveness.SUSPECT
+    assert v.step(HeartbeatSeen(2_330, nodes[3], ONE)) == [MemberRecovered(nodes[3], ONE)]
+
+
+@given(
+    last=st.lists(st.integers(0, 40), min_size=3, max_size=8),
+    listed_again=st.lists(st.integers(0, 280), min_size=8, max_size=8),
+)
+def test_an_emptied_directory_alone_has_nobody_declared_dead_who_is_listed_again_in_time(
+    last: list[int], listed_again: list[int]
+) -> None:
+    """Everybody is silent and unlisted, and comes back to the list before `dead_after`: nobody dies while cut off."""
+    v = MembershipView(suspect_after_ns=100, dead_after_ns=300)
+    nodes = [NodeId(f"n{i}") for i in range(len(last))]
+    back_ns = {node: 200 + late_ns for node, late_ns in zip(nodes, listed_again, strict=False)}
+    now = 0
+    v.is_unlisted = lambda node_id, incarnation: 200 <= now < back_ns[node_id]
+    for node, at_ns in zip(nodes, last, strict=True):
+        v.add(node)
+        v.step(HeartbeatSeen(at_ns, node, ONE))
+    for now in range(40, 2_000, 10):
+        assert not [e for e in v.step(TimePassed(now)) if isinstance(e, MemberDied)], now
+
+
 def test_who_was_not_heard_in_the_first_dead_after_had_its_time_unless_this_process_stood_still_in_it() -> None:
     v = MembershipView(suspect_after_ns=100, dead_after_ns=300, standstill_ns=150)
     v.add(A)

@@ -18,7 +18,7 @@ from kv_bus.interface import Bus
 from kv_core.ids import Incarnation, NodeId
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.membership.actor import ClusterView
-from kv_services.membership.discovery_state import Listing, RecordGone, RecordPut
+from kv_services.membership.discovery_state import Listing, ListingLost, RecordGone, RecordPut
 from kv_services.membership.etcd_client import EtcdClient, EtcdError, KeyDeleted, KeyEvent, KeyPut
 from kv_services.membership.member_list import MemberList
 from kv_services.membership.records import NodeRecord, RecordError, decode_record, encode_record, record_of
@@ -73,6 +73,7 @@ class EtcdDiscovery:
                 if not isinstance(outcome, EtcdError):
                     assert isinstance(outcome, BaseException), outcome
                     raise outcome
+                self._list.hear(ListingLost())
                 if not self.problem:
                     _log.warning("etcd is lost, members stay as they are: %s", outcome)
                     pause_s = PAUSE_FIRST_S

@@ -31,8 +31,9 @@ class MemberList:
         return [record.config() for record in self._directory.members()]
 
     def attach(self) -> None:
-        """Hear of lives from now on."""
+        """Hear of lives from now on, and say whose records have gone."""
         self._cluster.on_change(self._on_member)
+        self._cluster.view.is_unlisted = self._directory.is_unlisted
 
     def hear(self, event: Event) -> None:
         """What is listed has changed, or who lives."""

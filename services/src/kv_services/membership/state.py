@@ -12,9 +12,11 @@ M5: time in which this process itself stood still is nobody's silence: it could 
 M6: no death is declared by who hears less than half of those he last heard of, himself counted: he is the one cut off.
     Whoever is suspected is not heard. Time in which this process is cut off is nobody's silence, so that when it hears
     the first of them again the others have time to be heard too. (Two that lose each other may both judge.)
+    It is not its word alone where a directory lists no longer who is silent: after `dead_after_ns` of both, he is dead.
 M7: whoever was not heard in the first `dead_after_ns` is not waited for any more (M5 holds for that time too).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -109,6 +111,10 @@ class MemberDied:
 Effect = MemberUp | MemberSuspected | MemberRecovered | MemberDied
 
 
+def _listed(node_id: NodeId, incarnation: Incarnation) -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class Member:
     """One line of the view."""
@@ -117,6 +123,7 @@ class Member:
     liveness: Liveness = Liveness.UNSEEN
     incarnation: Incarnation = _NEVER
     last_seen_ns: int = 0
+    unlisted_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -127,11 +134,13 @@ class MembershipView:
         suspect_after_ns: silence after which a member is suspected.
         dead_after_ns: silence after which its incarnation is dead; more than `suspect_after_ns`.
         standstill_ns: time between two `TimePassed` from which on this process must have stood still; 0: it never does.
+        is_unlisted: whether a directory listed this life and does so no more, as far as it can be asked.
     """
 
     suspect_after_ns: int
     dead_after_ns: int
     standstill_ns: int = 0
+    is_unlisted: Callable[[NodeId, Incarnation], bool] = _listed
     members: dict[NodeId, Member] = field(default_factory=dict)
     _gone: dict[NodeId, Incarnation] = field(default_factory=dict)
     _judged_ns: int | None = None
@@ -239,6 +248,8 @@ class MembershipView:
             return
         for member in self.members.values():
             member.last_seen_ns = min(now_ns, member.last_seen_ns + since_ns)
+            if member.unlisted_ns is not None:
+                member.unlisted_ns = min(now_ns, member.unlisted_ns + since_ns)
 
     def _judge(self, now_ns: int) -> list[Effect]:
         since_ns = 0 if self._judged_ns is None else now_ns - self._judged_ns
@@ -250,18 +261,31 @@ class MembershipView:
         heard = sum(1 for m in living if now_ns - m.last_seen_ns < self.suspect_after_ns)
         cut_off = 2 * (heard + 1) < len(living) + 1
         for member in living:
+            unlisted_ns = self._unlisted_for(member, now_ns)
             silent_ns = now_ns - member.last_seen_ns
             if silent_ns < self.suspect_after_ns:
                 continue
-            if cut_off:
+            if cut_off and unlisted_ns is None:
                 longest_ns = max(self.suspect_after_ns, silent_ns - since_ns)
                 member.last_seen_ns = max(member.last_seen_ns, now_ns - longest_ns)
-            elif silent_ns >= self.dead_after_ns:
+            elif silent_ns >= self.dead_after_ns and not (cut_off and (unlisted_ns or 0) < self.dead_after_ns):
                 member.liveness = Liveness.DEAD
-                cause = f"silent for {silent_ns // 1_000_000} ms"
+                cause = f"silent for {silent_ns // 1_000_000} ms" + (" and listed no longer" if cut_off else "")
                 effects.append(MemberDied(member.node_id, member.incarnation, cause))
                 continue
             if member.liveness is Liveness.ALIVE:
                 member.liveness = Liveness.SUSPECT
                 effects.append(MemberSuspected(member.node_id, member.incarnation, silent_ns))
         return effects
+
+    def _unlisted_for(self, member: Member, now_ns: int) -> int | None:
+        """For how long the directory has listed this life no more; None if it does, or never did."""
+        if self.is_unlisted(member.node_id, member.incarnation):
+            if member.unlisted_ns is None:
+                member.unlisted_ns = now_ns
+            return now_ns - member.unlisted_ns
+        if member.unlisted_ns is not None:
+            # It is listed anew, so it lives, or did just now: it has time to be heard.
+            member.unlisted_ns = None
+            member.last_seen_ns = max(member.last_seen_ns, now_ns - self.suspect_after_ns)
+        return None

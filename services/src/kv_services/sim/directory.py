@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 from kv_core.ids import NodeId
-from kv_services.membership.discovery_state import Event, Listing, RecordGone, RecordPut
+from kv_services.membership.discovery_state import Event, Listing, ListingLost, RecordGone, RecordPut
 from kv_services.membership.member_list import MemberList
 from kv_services.membership.records import NodeRecord
 
@@ -149,6 +149,8 @@ class SimDiscovery:
         session: Session | None = None
         while not self._closed.is_set():
             if session is None or not self._directory.renew(session):
+                if session is not None:
+                    self._hear(ListingLost())
                 session = self._directory.open(self._record, self._hear)
             try:
                 async with asyncio.timeout(LEASE_S / 3):
