@@ -60,7 +60,7 @@ def test_what_one_namespace_stored_no_other_finds_in_a_tier(other: Namespace) ->
     assert matched(tier_with(other, TOKENS), BASE, TOKENS) == 0
 
 
-def test_an_adapter_named_like_a_salt_is_another_namespace_in_every_tier() -> None:  # row 7
+def test_an_adapter_named_like_a_salt_is_another_namespace_in_every_tier() -> None:
     pairs = [
         (dict(lora_name="x", lora_revision="1"), dict(salt="x")),
         (dict(salt="ab", lora_name="c", lora_revision="1"), dict(salt="a", lora_name="bc", lora_revision="1")),
@@ -71,7 +71,7 @@ def test_an_adapter_named_like_a_salt_is_another_namespace_in_every_tier() -> No
         assert matched(tier_with(one, TOKENS), two, TOKENS) == 0
 
 
-def test_a_hash_cut_to_eight_bits_never_gives_another_prompt_s_bytes() -> None:  # row 4
+def test_a_hash_cut_to_eight_bits_never_gives_another_prompt_s_bytes() -> None:
     def weak(names: list[BlockHash]) -> list[BlockHash]:
         return [BlockHash(name.sequence[:1] + bytes(15), 0) for name in names]
 
@@ -112,7 +112,7 @@ def test_a_dropped_head_or_middle_ends_the_match_there_in_tier_and_index() -> No
         assert (found[0].num_blocks if found else 0) == expected
 
 
-def test_a_chain_under_pressure_keeps_its_head() -> None:  # row 58
+def test_a_chain_under_pressure_keeps_its_head() -> None:
     catalog = TierCatalog(8)
     first = tier_with(BASE, TOKENS).blocks()
     catalog.stored(catalog.plan_store(first), ok=True)
@@ -121,7 +121,7 @@ def test_a_chain_under_pressure_keeps_its_head() -> None:  # row 58
     assert sorted(block.block_idx for block in catalog.blocks() if block.tokens in token_bytes(TOKENS)) == [0, 1, 2, 3]
 
 
-def test_one_holder_s_removal_leaves_the_other_and_the_other_tier() -> None:  # row 87
+def test_one_holder_s_removal_leaves_the_other_and_the_other_tier() -> None:
     names = hash_tokens(BASE, TOKENS)
     index = PrefixIndex()
     a, b = (Holder(NodeId(name), Incarnation(1)) for name in "ab")
@@ -135,7 +135,7 @@ def test_one_holder_s_removal_leaves_the_other_and_the_other_tier() -> None:  # 
     assert [match.holder for match in index.lookup(names)] == [b]
 
 
-def test_when_everything_is_pinned_a_put_fails_at_once_and_works_after_unpinning() -> None:  # row 64
+def test_when_everything_is_pinned_a_put_fails_at_once_and_works_after_unpinning() -> None:
     pool = BlockPool(8, SIZE, region=RegionId(1), pin_quota=8)
     opened = pool.open("r", None, 8)
     pool.commit(opened.table, BASE.digest, 0, hash_tokens(BASE, TOKENS), TOKENS)
@@ -145,12 +145,12 @@ def test_when_everything_is_pinned_a_put_fails_at_once_and_works_after_unpinning
         pool.open("other", None, 1)
     pool.release(pinned)
     pool.release(pool.open("other", None, 1).table)
-    with pytest.raises(UnknownReceiptError):  # row 50: a second unpin is an error, and changes nothing
+    with pytest.raises(UnknownReceiptError):  # a second unpin is an error, and changes nothing
         pool.release(pinned)
     pool.check()
 
 
-def test_a_thousand_leases_that_nobody_reads_leave_nothing_pinned() -> None:  # row 48
+def test_a_thousand_leases_that_nobody_reads_leave_nothing_pinned() -> None:
     pool = BlockPool(8, SIZE, region=RegionId(1))
     for round_ in range(1_000):
         tokens = [round_ * 100 + i for i in range(4 * SIZE)]
@@ -165,7 +165,7 @@ def test_a_thousand_leases_that_nobody_reads_leave_nothing_pinned() -> None:  # 
     assert pool.stats().free + pool.stats().cached == 8
 
 
-def test_a_shared_beginning_does_not_send_every_request_to_its_holder() -> None:  # row 92
+def test_a_shared_beginning_does_not_send_every_request_to_its_holder() -> None:
     policy = make_placement_policy("kv_aware")
     loads = {f"node-{i}": 0.0 for i in range(10)}
     counts = dict.fromkeys(loads, 0)
@@ -178,7 +178,7 @@ def test_a_shared_beginning_does_not_send_every_request_to_its_holder() -> None:
     assert max(counts.values()) / (sum(counts.values()) / len(counts)) <= 1.5, counts
 
 
-def test_disk_is_worth_less_than_memory_to_the_router() -> None:  # row 84, by our own claims
+def test_disk_is_worth_less_than_memory_to_the_router() -> None:  # by our own claims
     policy = make_placement_policy("kv_aware")
     request = PlacementRequest(b"r", b"p", 10)
     memory, disk = Candidate(NodeId("a"), 0, (0, 8, 0, 0)), Candidate(NodeId("b"), 0, (0, 0, 8, 0))
