@@ -1,6 +1,6 @@
 """Faults that users of systems like this one met below memory and in prefix indexes, each as a scenario.
 
-The other rows that concern prefixes are tests where their part is: `test_tier_disk`, `test_tier_spill`,
+Others that concern prefixes are tests where their part is: `test_tier_disk`, `test_tier_spill`,
 `tests/services/test_tiers`, `test_kv_events`, `tests/client/test_client_nodes`, `tests/integration/test_disk_tier`.
 """
 
