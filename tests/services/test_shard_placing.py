@@ -18,7 +18,6 @@ from kv_services.gateway.oversize import Nodes, Oversize, oversize_rule
 from kv_services.gateway.piece_placing import place_in_pieces, sizes_of
 from kv_services.gateway.routing_state import (
     ROOM_PAUSE_DELAYS,
-    ROOM_WAITS_MAX,
     DecodeFailed,
     EndAt,
     Fail,
@@ -128,7 +127,7 @@ PIECES = (Placement(0, 2, 0, 40, A), Placement(2, 4, 0, 40, B))
 
 
 def placed() -> RequestRoute:
-    route = RequestRoute(max_attempts=3, retry_delay_ns=10)
+    route = RequestRoute(max_attempts=3, retry_delay_ns=10, room_wait_ns=8 * 10 * ROOM_PAUSE_DELAYS)
     route.step(Started())
     assert route.step(Placed(A, None, PIECES)) == [SendReserve(A, None, 1, 0, PIECES)]
     return route
@@ -165,7 +164,7 @@ def test_a_request_that_lost_its_place_waits_for_room_without_using_up_its_attem
     lost = ShardLostError(request_id=R, node=B, cause="it died")
     route.step(DecodeFailed(1, lost, may_retry=True))
     full = ClusterFullError(request_id=R, need=9, nodes=1, free=3)
-    for _ in range(ROOM_WAITS_MAX):
+    for _ in range(8):
         assert route.step(RetryDue()) == [Place((B,))]
         assert route.step(PlacementFailed(full)) == [PauseThenRetry(10 * ROOM_PAUSE_DELAYS)]
         assert route.attempt == 1

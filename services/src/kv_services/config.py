@@ -229,6 +229,14 @@ class ShardingSection(_Section, frozen=True, kw_only=True):
     step_timeout_ms: Annotated[
         int, Meta(ge=100, le=600_000, description="time for one stage at one node before its piece counts as lost")
     ] = 30_000
+    room_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3_600,
+            description="how long a request that lost its place waits for room, as for a node that is being restarted",
+        ),
+    ] = 5.0
 
 
 class ReplicationSection(_Section, frozen=True, kw_only=True):

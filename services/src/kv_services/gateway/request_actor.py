@@ -144,7 +144,8 @@ class RequestActor(Actor[Event, Effect]):
     """One request at the gateway that holds its client."""
 
     def __init__(self, ctx: GatewayContext, request: GenerationRequest, on_end: Callable[[RequestId], None]) -> None:
-        self.route = RequestRoute(MAX_ATTEMPTS, RETRY_DELAY_NS)
+        room_wait_ns = int(ctx.config.sharding.room_wait_s * 1e9)
+        self.route = RequestRoute(MAX_ATTEMPTS, RETRY_DELAY_NS, room_wait_ns)
         super().__init__(f"request {request.request_id}", self.route, clock=ctx.clock)
         self._ctx = ctx
         self._request = request

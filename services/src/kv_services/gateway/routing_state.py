@@ -30,10 +30,8 @@ from kv_transport.recovery import (
     diagnose_transfer_failure,
 )
 
-ROOM_WAITS_MAX: Final = 25
 ROOM_PAUSE_DELAYS: Final = 4
-"""How often, and at which multiple of the delay between attempts, G7 looks for room: five seconds with the gateway's
-50 ms, in which a process is restarted and several heartbeats tell of free slots."""
+"""At which multiple of the delay between attempts G7 looks for room."""
 
 
 class RouteState(Enum):
@@ -253,6 +251,7 @@ class RequestRoute:
     Args:
         max_attempts: how often a failed attempt is followed by another before the client gets the error.
         retry_delay_ns: pause before the second attempt; doubles with each further one.
+        room_wait_ns: how long room is waited for (G7).
 
     Attributes:
         blamed: where the attempt that failed last failed: at a node, or in the hand-over from one to another.
@@ -260,6 +259,7 @@ class RequestRoute:
 
     max_attempts: int
     retry_delay_ns: int
+    room_wait_ns: int = 0
     state: RouteState = RouteState.NEW
     epoch: int = 0
     attempt: int = 0
@@ -272,7 +272,7 @@ class RequestRoute:
     _confirmed_before: int = 0
     _excluded: dict[NodeId, None] = field(default_factory=dict)
     _handed_over: set[NodeId] = field(default_factory=set)
-    _room_waits: int = 0
+    _waited_ns: int = 0
     _last_error: KVError | None = None
 
     def step(self, event: Event) -> list[Effect]:
@@ -435,11 +435,12 @@ class RequestRoute:
             self._handed_over.add(culprit)
             self.attempt -= 1
             return [NoteRetry(self.attempt + 1, error), *self._place()]
-        if isinstance(error, ClusterFullError) and self.epoch > 0 and self._room_waits < ROOM_WAITS_MAX:
-            self._room_waits += 1
+        if isinstance(error, ClusterFullError) and self.epoch > 0 and self._waited_ns < self.room_wait_ns:
+            pause_ns = ROOM_PAUSE_DELAYS * self.retry_delay_ns
+            self._waited_ns += pause_ns
             self.attempt -= 1
             self.state = RouteState.WAITING
-            return [PauseThenRetry(ROOM_PAUSE_DELAYS * self.retry_delay_ns)]
+            return [PauseThenRetry(pause_ns)]
         if self.attempt >= self.max_attempts:
             return self._finish(Fail(error))
         self.state = RouteState.WAITING
