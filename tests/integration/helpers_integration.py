@@ -145,10 +145,32 @@ class Fabric:
                 response.close()
 
     async def get(self, node_id: str, path: str) -> tuple[int, str]:
-        keys = self.config.cluster.operator_keys
-        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        async with self.session.get(f"{self.cluster.url(node_id)}{path}", headers=headers) as response:
+        async with self.session.get(f"{self.cluster.url(node_id)}{path}", headers=self._operator) as response:
             return response.status, await response.text()
+
+    @property
+    def _operator(self) -> dict[str, str]:
+        keys = self.config.cluster.operator_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+    async def holders(self, tokens: Sequence[int], tenant: str = "") -> dict[str, int]:
+        """Who holds how many blocks of a prompt, as the gateway's index has it."""
+        body = {"tokens": list(tokens)} | ({"tenant": tenant} if tenant else {})
+        url = f"{self.cluster.url('gateway')}/prefix/lookup"
+        async with self.session.post(url, json=body, headers=self._operator) as response:
+            assert response.status == 200, await response.text()
+            return {one["node"]: one["blocks"] for one in (await response.json())["holders"]}
+
+    async def all_held(self, tokens: Sequence[int], blocks: int, nodes: Iterable[str], tenant: str = "") -> None:
+        """Wait until the gateway knows that these hold that much of a prompt: claims reach it behind the answers."""
+        wanted, seen = set(nodes), dict[str, int]()
+
+        async def known() -> bool:
+            seen.clear()
+            seen.update(await self.holders(tokens, tenant))
+            return all(seen.get(node, 0) >= blocks for node in wanted)
+
+        await until(known, lambda: f"{blocks} blocks at {wanted}, but {seen}")
 
     async def status(self, node_id: str) -> StatusReport:
         status, text = await self.get(node_id, "/status")

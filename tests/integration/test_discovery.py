@@ -100,20 +100,18 @@ async def test_nodes_of_no_file_join_and_leave_and_a_lost_etcd_stops_nobody(tmp_
                     return STRANGER in await serves(fabric, asked)
 
                 await until(worked)
-                rows = {row.node.id: row for row in await ask_all(fabric.config)}
-                assert rows[STRANGER].report is not None
+                await until(lambda: all_listed(fabric, {*names, STRANGER}))
 
                 # Lost for longer than a lease, then back with no memory of anybody.
                 await etcd.stop()
                 await until(lambda: alarmed(fabric))
                 await asyncio.sleep(2.5)
-                assert "alive" == (await members(fabric, "gateway"))[STRANGER]
+                await fabric.all_alive("gateway", [STRANGER])
                 await serves(fabric, 500)
                 etcd.forget()
                 await etcd.start()
                 await until(lambda: no_alarm(fabric))
-                listed = {row.node.id for row in await ask_all(fabric.config)}
-                assert listed == {*names, STRANGER}
+                await until(lambda: all_listed(fabric, {*names, STRANGER}))
                 await serves(fabric, 600)
 
                 # Standing still is as good as dead: etcd neither answers nor hangs up.
@@ -129,6 +127,12 @@ async def test_nodes_of_no_file_join_and_leave_and_a_lost_etcd_stops_nobody(tmp_
                     await until(lambda name=name: gone(fabric, name))  # type: ignore[misc]
             await serves(fabric, 800)
             await fabric.settle()
+
+
+async def all_listed(fabric: Fabric, names: set[str]) -> bool:
+    """Whether those that etcd lists are these, and each tells of itself."""
+    rows = {row.node.id: row for row in await ask_all(fabric.config)}
+    return rows.keys() == names and all(row.report is not None for row in rows.values())
 
 
 async def alarmed(fabric: Fabric) -> bool:

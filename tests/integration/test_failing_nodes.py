@@ -169,29 +169,20 @@ async def test_nothing_depends_on_the_monitor(fabric: Fabric) -> None:
 
 async def test_a_gateway_that_is_killed_knows_again_what_every_node_holds(fabric: Fabric) -> None:
     prompts = [prompt(2_000 + seed, 100) for seed in range(12)]
-    for one, answer in zip(prompts, await asyncio.gather(*(fabric.ask(one, 4) for one in prompts)), strict=True):
+    answers = await asyncio.gather(*(fabric.ask(one, 4) for one in prompts))
+    for one, answer in zip(prompts, answers, strict=True):
         assert answer.is_right(one, 4), answer
+    worked = [(answer.fabric["prefill_node"], answer.fabric["decode_node"]) for answer in answers]
+    for one, nodes in zip(prompts, worked, strict=True):
+        await fabric.all_held(one, 6, nodes)
     before = (await fabric.status("gateway")).incarnation
-    held = {seed: await holders(fabric, one) for seed, one in enumerate(prompts)}
-    assert all(held.values())
     await fabric.cluster.kill("gateway")
     await fabric.cluster.restart("gateway")
     assert (await fabric.status("gateway")).incarnation > before
-
-    async def relearned() -> bool:
-        return {seed: await holders(fabric, one) for seed, one in enumerate(prompts)} == held
-
-    await until(relearned)
+    for one, nodes in zip(prompts, worked, strict=True):
+        await fabric.all_held(one, 6, nodes)
     for one, answer in zip(prompts, await asyncio.gather(*(fabric.ask(one, 4) for one in prompts)), strict=True):
         assert answer.is_right(one, 4) and answer.cached >= 96, answer
-
-
-async def holders(fabric: Fabric, tokens: tuple[int, ...]) -> dict[str, int]:
-    """Who holds how many blocks of a prompt, as the gateway's index has it."""
-    url = f"{fabric.cluster.url('gateway')}/prefix/lookup"
-    async with fabric.session.post(url, json={"tokens": list(tokens)}) as response:
-        assert response.status == 200, await response.text()
-        return {one["node"]: one["blocks"] for one in (await response.json())["holders"]}
 
 
 async def is_later_life(fabric: Fabric, name: str, before: int) -> bool:

@@ -40,9 +40,15 @@ async def test_a_prefix_that_is_asked_for_often_is_held_once_more_and_outlives_i
         told = [event for event in events if event.kind == "hot_prefix_copied"]
         assert told and told[0].link.split(">")[1] not in first
 
+        left = set(NODES) - first
+
+        async def known() -> bool:
+            found = await fabric.holders(prompt(100, SHARED + 24, SHARED))
+            return any(found.get(node, 0) >= SHARED // BLOCK for node in left)
+
+        await until(known, fabric.last_lines)
         for node in first:
             await fabric.cluster.kill(node)
-        left = set(NODES) - first
         await fabric.all_alive("gateway", left)
         nodes, cached = await ask(100)
         assert nodes <= left

@@ -64,7 +64,8 @@ async def test_two_clusters_share_a_host_and_nothing_else(fabric: Fabric, neighb
     for one in (fabric, neighbour):
         names = {node.id for node in one.config.nodes}
         for report in await one.settle():
-            assert report.members == dict.fromkeys(names - {report.node}, "alive")
+            assert report.members.keys() == names - {report.node}
+            await one.all_alive(report.node, names - {report.node})
 
 
 async def test_a_tenant_never_finds_the_prefix_of_another(fabric: Fabric) -> None:

@@ -43,12 +43,13 @@ async def the_gateway_lists_what_it_follows(fabric: Fabric) -> None:
     """A followed engine holds what it told of, and is nobody to send requests to."""
     operator = fabric.config.cluster.operator_keys[0]
 
-    async def listed() -> bool:
-        return "engine" in (await holders(fabric, "told", operator))[1]
+    found: dict[str, dict[str, object]] = {}
 
-    await until(listed)
-    _, found = await holders(fabric, "told", operator)
-    assert found["engine"]["blocks"] == found["prefill-1"]["blocks"] == 6
+    async def listed() -> bool:
+        found.update((await holders(fabric, "told", operator))[1])
+        return all(name in found and found[name]["blocks"] == 6 for name in ("engine", "prefill-1"))
+
+    await until(listed, lambda: str(found))
     assert found["engine"]["takes_requests"] is False and found["prefill-1"]["takes_requests"] is True
     assert "engine" not in (await holders(fabric, "hidden", operator))[1]
     assert (await holders(fabric, "told", KEYS["told"]))[0] == 403
@@ -89,13 +90,13 @@ async def test_a_node_tells_of_the_tenants_that_are_named_and_of_no_other() -> N
             async def heard() -> bool:
                 other = prompt(int(asyncio.get_running_loop().time() * 1000) % 100_000, 2 * BLOCK)
                 await fabric.ask(other, 1, key=KEYS["told"])
-                return bool(index.lookup(hash_tokens(namespace("told"), PROMPT)))
+                found = index.lookup(hash_tokens(namespace("told"), PROMPT))
+                return bool(found) and found[0].num_blocks == 6
 
             try:
                 await until(heard)
-                assert index.lookup(hash_tokens(namespace("told"), PROMPT))[0].num_blocks == 6
                 assert not index.lookup(hash_tokens(namespace("hidden"), PROMPT))
-                assert one.refused == 0 and one.follower.stats.recoveries == 1
+                assert one.refused == 0 and one.follower.stats.recoveries >= 1
                 await the_gateway_lists_what_it_follows(fabric)
             finally:
                 await one.close()

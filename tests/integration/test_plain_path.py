@@ -88,7 +88,8 @@ async def test_every_process_tells_of_itself(fabric: Fabric) -> None:
     for report in await fabric.settle():
         assert report.state in ("ready", "degraded"), report
         assert report.incarnation >= 1
-        assert report.members == dict.fromkeys(names - {report.node}, "alive")
+        assert report.members.keys() == names - {report.node}
+        await fabric.all_alive(report.node, names - {report.node})
         assert (report.slots is not None) == (report.node in fabric.kv_nodes)
         _, text = await fabric.get(report.node, "/metrics")
         names_there = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}

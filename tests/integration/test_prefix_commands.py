@@ -54,6 +54,7 @@ async def test_prefixes_are_warmed_pinned_explained_shared_and_purged(tmp_path: 
         status, found = await kvctl(file, "warm", *mine, "--pin", "system")
         assert status == 0 and found["pins"]["prefill-1"] == {"pinned": 10, "of": 10}, found
         assert await verdicts(file, "prefill-1", *mine) == ["hit"] * 10
+        await fabric.all_held(PROMPT, 10, ["prefill-1"], "a")
         status, found = await kvctl(file, "lookup", *mine)
         assert status == 0 and {one["node"]: one["blocks"] for one in found["holders"]}["prefill-1"] == 10, found
         (tmp_path / "long.json").write_text(json.dumps(LONG))
@@ -95,7 +96,7 @@ async def quotas_hold(fabric: Fabric, file: Path, folder: Path) -> None:
     assert status != 0 and "quota" in str(found), found
     async with fabric.session.post(
         f"{fabric.cluster.url('gateway')}/v1/completions",
-        json=fabric.body(prompt(5, 40), 400, stream=True),
+        json=fabric.body(prompt(5, 40), 2_000, stream=True),
         headers={"Authorization": f"Bearer {KEYS['a']}"},
     ) as first:
         assert first.status == 200
@@ -103,6 +104,11 @@ async def quotas_hold(fabric: Fabric, file: Path, folder: Path) -> None:
         assert second.status == 429 and second.is_clear_error() and second.retry_after is not None
         assert (await fabric.ask(prompt(6, 40), 1, key=KEYS["c"])).status == 200
         first.close()
+
+    async def over() -> bool:
+        return (await fabric.status("gateway")).running == 0
+
+    await until(over)
 
 
 async def tenants_see_what_they_may(fabric: Fabric, file: Path, tokens: Path) -> None:

@@ -11,7 +11,7 @@ from tests.integration.helpers_integration import BLOCK, MODEL, Fabric, prompt, 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-SLOW = msgspec.structs.replace(MODEL, stub_token_us=3_000)
+SLOW = msgspec.structs.replace(MODEL, stub_token_us=6_000)
 SHARED, REST = 40 * BLOCK, 2 * BLOCK
 NODES = ("prefill-1", "prefill-2")
 
@@ -36,6 +36,14 @@ async def working(fabric: Fabric, nodes: Sequence[str] = NODES) -> list[str]:
     return [node for node in nodes if (await fabric.status(node)).running]
 
 
+async def learn(fabric: Fabric) -> None:
+    """Let two nodes learn how slow they are: a measurement of a rate counts a quarter, and what they announce by it is
+    waited for twice as long."""
+    for seed in range(6):
+        tokens = prompt(900 + seed, 4 * BLOCK + 1)
+        assert (await fabric.ask(tokens, 1)).is_right(tokens, 1)
+
+
 async def first_and_second(
     fabric: Fabric, seed: int, nodes: Sequence[str] = NODES
 ) -> "tuple[asyncio.Task[bool], asyncio.Task[bool], str]":
@@ -53,17 +61,14 @@ async def first_and_second(
         return bool(at)
 
     await until(begun)
-    # Half of it is done by then: computing it takes two seconds.
+    # A quarter of it is done by then: computing it takes four seconds.
     await asyncio.sleep(1.0)
     return one, asyncio.create_task(right(second)), at[0]
 
 
 async def test_what_is_being_computed_is_waited_for_where_the_router_takes_turns() -> None:
     async with running(prefill=2, model=SLOW, routing=RoutingSection(policy="round_robin")) as fabric:
-        # The first measurement of a rate counts a quarter: let both nodes learn how slow they are.
-        for seed in range(2):
-            tokens = prompt(900 + seed, 8 * BLOCK + 1)
-            assert (await fabric.ask(tokens, 1)).is_right(tokens, 1)
+        await learn(fabric)
         before = await computed(fabric)
         one, two, _ = await first_and_second(fabric, 10)
         assert await one and await two
@@ -99,9 +104,7 @@ async def test_the_router_sends_the_second_request_to_the_node_that_computes() -
 async def test_where_decode_nodes_compute_a_second_request_waits_for_the_first() -> None:
     nodes = ("decode-1", "decode-2")
     async with running(prefill=0, decode=2, model=SLOW) as fabric:
-        for seed in range(2):
-            tokens = prompt(900 + seed, 8 * BLOCK + 1)
-            assert (await fabric.ask(tokens, 1)).is_right(tokens, 1)
+        await learn(fabric)
         before = await computed(fabric, nodes)
         one, two, node = await first_and_second(fabric, 10, nodes)
         # It holds nothing meanwhile, and is where its beginning is being computed.

@@ -56,11 +56,18 @@ async def test_a_tenant_has_its_share_of_blocks_and_keeps_what_it_asks_to_keep_w
         # Room was never short: nobody else's blocks went for it.
         assert await ask("other", 900, 20) == 20 * BLOCK
 
-        async def counted() -> bool:
-            return all([0 < await held(fabric, node, "small") <= QUOTA for node in fabric.kv_nodes])
+        kept_now: dict[str, float] = {}
 
-        await until(counted)
-        assert all([await fabric.metric(node, "kv_retained_blocks") == 3 for node in fabric.kv_nodes])
+        async def kept_are(count: int) -> bool:
+            kept_now.update({node: await fabric.metric(node, "kv_retained_blocks") for node in fabric.kv_nodes})
+            return set(kept_now.values()) == {count}
+
+        async def counted() -> bool:
+            held_now = [await held(fabric, node, "small") for node in fabric.kv_nodes]
+            assert all(count <= QUOTA for count in held_now), held_now
+            return all(held_now) and await kept_are(3)
+
+        await until(counted, lambda: str(kept_now))
 
         # An operator has a prompt kept: of its two blocks as many as the tenant may still retain.
         file, tokens = tmp_path / "cluster.toml", tmp_path / "tokens.json"
@@ -70,10 +77,7 @@ async def test_a_tenant_has_its_share_of_blocks_and_keeps_what_it_asks_to_keep_w
         status, found = await kvctl(file, "warm", *words)
         assert status == 0, found
 
-        async def four_kept() -> bool:
-            return all([await fabric.metric(node, "kv_retained_blocks") == 4 for node in fabric.kv_nodes])
-
-        await until(four_kept)
+        await until(lambda: kept_are(4), lambda: str(kept_now))
 
         for tenant, extra, code in (
             ("other", kept, "unsupported_parameter"),
