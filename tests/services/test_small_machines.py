@@ -25,7 +25,7 @@ from kv_services.life import LifeFile, LifeFileError, OneLife, SystemDisk
 from kv_services.metrics import Metrics
 from kv_services.node.fence import EpochFence
 from kv_services.node.prefill_events import PullPlan
-from kv_services.node.pull_cost import PullCost, plan_pull
+from kv_services.node.pull_cost import RETRY_AFTER, RETRY_BLOCKS, PullCost, plan_pull
 from kv_services.replica.service import ReplicaService
 from kv_services.replica.stamper import ReplicaStamper
 
@@ -74,6 +74,33 @@ def test_a_fetch_that_costs_more_than_computing_is_not_made() -> None:
     assert not cost.worth_it(4)
     assert cost.explain(4).startswith("compute: 4 blocks take 1605.0 ms to fetch")
     assert plan_pull([holder(A, 8)], [A], HASHES, 0, cost) is None
+
+
+def test_where_fetching_was_slow_it_is_tried_now_and_then_and_used_again_when_it_is_quick() -> None:
+    """Nothing else is measured while nothing is fetched: one slow hour would decide for the rest of a node's life."""
+    cost = PullCost(block_nbytes=1_000_000, block_size=16)
+    names = [BlockHash(bytes([i]) * 16, i) for i in range(20)]
+    holders = [holder(A, 20)]
+    whole = PullPlan(A, 0, 20)
+    cost.computed(1_000, 1_000_000_000)
+    for _ in range(20):
+        cost.fetched(1_000_000, 1_000_000)
+    assert plan_pull(holders, [A], names, 0, cost) == whole
+    for _ in range(20):
+        cost.fetched(1_000_000, 400_000_000)
+
+    def trials() -> int:
+        plans = [plan_pull(holders, [A], names, 0, cost) for _ in range(RETRY_AFTER)]
+        tried = [plan for plan in plans if plan is not None]
+        assert all(plan == PullPlan(A, 0, RETRY_BLOCKS) for plan in tried)
+        return len(tried)
+
+    assert trials() == 1
+    cost.fetched(RETRY_BLOCKS * 1_000_000, RETRY_BLOCKS * 400_000_000)
+    assert trials() == 1, "it is as slow as ever"
+    cost.fetched(RETRY_BLOCKS * 1_000_000, RETRY_BLOCKS * 1_000_000)
+    assert plan_pull(holders, [A], names, 0, cost) == whole
+    assert plan_pull(holders, [], names, 0, cost) is None
 
 
 def next_life(folder: Path, clock: ManualClock, node: str = "n") -> OneLife:

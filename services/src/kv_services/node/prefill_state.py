@@ -79,7 +79,7 @@ class PrefillMachine:
         block_size: tokens per block.
         num_slots: slots of the pool.
         max_waiting: requests that may wait for their turn.
-        plan_pull: pure; asks the cluster's index and a cost model.
+        plan_pull: asks the cluster's index and a cost model; no IO.
         plan_wait: pure; asks what other nodes compute just now. None: there are none.
     """
 

@@ -1,7 +1,9 @@
 """Decides whether fetching another node's blocks is cheaper than computing them, from rates measured here.
 
 Pure: what was measured comes in by `computed` and `fetched`, the clock stays outside. Before the first measurement of
-either kind the rates of a slow machine are assumed, so that the first decisions are cautious, not blind.
+either kind the rates of a slow machine are assumed, so that the first decisions are cautious, not blind. Where
+computing is taken to be cheaper, a few blocks are fetched all the same now and then: nothing else would ever tell that
+what was slow has recovered.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,10 @@ FIRST_COMPUTE_NS_PER_TOKEN: Final = 1_000_000
 FIRST_FETCH_NS_PER_BYTE: Final = 2.0
 FETCH_OVERHEAD_NS: Final = 5_000_000
 """One lease round trip and one release, on a busy machine."""
+RETRY_AFTER: Final = 64
+"""Fetches that were not made, for computing was cheaper, after which one is tried all the same."""
+RETRY_BLOCKS: Final = 8
+"""The most blocks of such a trial."""
 _WEIGHT: Final = 0.25
 
 
@@ -33,6 +39,8 @@ class PullCost:
     block_size: int
     compute_ns_per_token: float = FIRST_COMPUTE_NS_PER_TOKEN
     fetch_ns_per_byte: float = FIRST_FETCH_NS_PER_BYTE
+    skipped: int = 0
+    _on_trial: bool = False
 
     def computed(self, num_tokens: int, duration_ns: int) -> None:
         """A prefill took that long."""
@@ -42,7 +50,10 @@ class PullCost:
     def fetched(self, nbytes: int, duration_ns: int) -> None:
         """A fetch took that long."""
         if nbytes > 0:
-            self.fetch_ns_per_byte += _WEIGHT * (duration_ns / nbytes - self.fetch_ns_per_byte)
+            # What is known besides a trial is old.
+            weight = 1.0 if self._on_trial else _WEIGHT
+            self.fetch_ns_per_byte += weight * (duration_ns / nbytes - self.fetch_ns_per_byte)
+            self._on_trial = False
 
     def fetch_ns(self, num_blocks: int) -> float:
         """What fetching that many blocks is expected to take."""
@@ -51,6 +62,16 @@ class PullCost:
     def worth_it(self, num_blocks: int) -> bool:
         """Whether fetching that many blocks is expected to be quicker than computing them."""
         return self.fetch_ns(num_blocks) < num_blocks * self.block_size * self.compute_ns_per_token
+
+    def blocks_to_fetch(self, num_blocks: int) -> int:
+        """How many of that many blocks to fetch: all, none, or a few as a trial."""
+        if self.worth_it(num_blocks):
+            return num_blocks
+        self.skipped += 1
+        if self.skipped % RETRY_AFTER:
+            return 0
+        self._on_trial = True
+        return min(num_blocks, RETRY_BLOCKS)
 
     def explain(self, num_blocks: int) -> str:
         """The comparison in one sentence."""
@@ -69,7 +90,8 @@ def plan_pull(
     have_blocks: int,
     cost: PullCost,
 ) -> PullPlan | None:
-    """What to fetch for a prompt of which `have_blocks` full blocks are here; None when computing is cheaper.
+    """What to fetch for a prompt of which `have_blocks` full blocks are here; None when computing is cheaper, but for
+    a trial now and then.
 
     Args:
         holders: who holds how much of it, deepest first (`PrefixIndex.lookup`).
@@ -80,7 +102,6 @@ def plan_pull(
         if match.holder.node not in usable:
             continue
         missing = min(match.num_blocks, len(hashes)) - have_blocks
-        if missing > 0 and cost.worth_it(missing):
-            return PullPlan(match.holder.node, have_blocks, missing)
-        return None
+        count = cost.blocks_to_fetch(missing) if missing > 0 else 0
+        return PullPlan(match.holder.node, have_blocks, count) if count else None
     return None
