@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from kv_bus.lag import LoopLagProbe
 from kv_bus.ports import pick_ports
 from kv_bus.stamps import LamportStamper
 from kv_bus.zmq_bus import ZmqBus, ZmqBusConfig
-from kv_core.clock import SystemClock
 from kv_core.ids import Incarnation, NodeId
 from tests.bus.helpers_bus import MS, NAMES, REGISTRY, A, B, C, Echo, Echoed, Listener, S, Slow
 
@@ -173,14 +173,18 @@ def test_a_frozen_peer_times_out_and_delays_nobody_else(tmp_path: Path) -> None:
         for name in (B, C):
             await bus.request(name, Echo(b""), timeout_ns=20 * S)
         cluster.signal(B, signal.SIGSTOP)
-        stuck = [asyncio.ensure_future(bus.request(B, Echo(bytes(10_000)), timeout_ns=2 * S)) for _ in range(500)]
+        stuck = [asyncio.ensure_future(bus.request(B, Echo(bytes(10_000)), timeout_ns=100 * S)) for _ in range(500)]
         for number in range(50):
             reply = await bus.request(C, Echo(b"", number), expect=Echoed, timeout_ns=20 * S)
             assert reply.number == number
         assert not any(call.done() for call in stuck), "the healthy peer waited for the frozen one"
-        outcomes = await asyncio.gather(*stuck, return_exceptions=True)
+        late = [bus.request(B, Echo(b""), timeout_ns=S) for _ in range(50)]
+        outcomes = await asyncio.gather(*late, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {BusTimeout}
         cluster.signal(B, signal.SIGCONT)
+        # Unless it was away so long that it was given up.
+        outcomes = await asyncio.gather(*stuck, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} <= {Echoed, ConnectionLost}
         assert await bus.request(B, Echo(b"awake"), timeout_ns=20 * S) == Echoed(b"awake")
 
     run(tmp_path, scenario)
@@ -244,11 +248,21 @@ def test_an_idle_link_is_still_up_after_three_heartbeat_timeouts(
     run(tmp_path, scenario)
 
 
+class BusyTime:
+    """A clock that stands while this thread does, whoever else has the processor."""
+
+    def wall_ns(self) -> int:
+        return 0
+
+    def monotonic_ns(self) -> int:
+        return time.thread_time_ns()
+
+
 def test_the_loop_stays_responsive_under_a_flood(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster, bus: ZmqBus) -> None:
         await cluster.begin(B)
         await bus.request(B, Echo(b""), timeout_ns=20 * S)
-        probe = LoopLagProbe(SystemClock(), interval_ns=2 * MS)
+        probe = LoopLagProbe(BusyTime(), interval_ns=2 * MS)
         await probe.start()
         asked, answered = 0, asyncio.Event()
         done = 0
@@ -272,9 +286,8 @@ def test_the_loop_stays_responsive_under_a_flood(tmp_path: Path) -> None:
         await answered.wait()
         lag = probe.snapshot()
         await probe.close()
-        # The mean, since a single figure shows the machine's other work; a reader that drained all at once
-        # would show several times this.
-        assert lag.samples > 20 and lag.total_ns / lag.samples < 10 * MS
+        # The mean; a reader that drained all at once would show twice this, in few turns.
+        assert lag.samples > 20 and lag.total_ns / lag.samples < 2 * MS, lag
 
     run(tmp_path, scenario)
 
