@@ -20,13 +20,15 @@ from kv_transport.errors import (
     InvalidDescriptor,
     NoTransport,
     TransferTimeout,
+    UnknownPeer,
     UnknownRegion,
+    XferActive,
 )
 from kv_transport.frames import Acked, FromOwner
 from kv_transport.peers import Peer
 from kv_transport.regions import MemoryRegion
 from kv_transport.xfer import Xfer
-from tests.transport.helpers_transport import NO_RESERVE, Node, introduce, pair
+from tests.transport.helpers_transport import NO_RESERVE, Node, eventually, introduce, pair
 
 DECODE = NodeId("decode")
 NBYTES = 4_096
@@ -285,3 +287,103 @@ async def test_memory_that_is_closed_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(UnknownRegion):
             it.left.agent.transfer(it.put)
         assert it.notified() == 0 and it.left.agent.inventory().work == ()
+
+
+# Posted again.
+
+
+async def test_a_put_is_posted_again_with_what_was_made_for_it(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        made = it.put.direct
+        assert made is not None
+        for seed in range(2, 12):
+            it.fill(seed)
+            it.left.agent.transfer(it.put)
+            assert it.put.direct is made and it.arrived()
+            assert (await it.put.done(20_000)).nbytes == NBYTES
+        assert it.notified() == 11 and it.left.agent.stats().transfers_done == 12
+        assert it.left.agent.inventory().work == ()
+
+
+async def test_what_is_in_flight_is_not_posted_again(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        with pytest.raises(XferActive):
+            it.left.agent.transfer(it.put)
+        with pytest.raises(InvalidDescriptor):
+            it.left.agent.deregister_memory(it.mine.region)
+        it.deliver_acks()
+        await it.put.done(20_000)
+        it.put.release()
+        with pytest.raises(XferActive):
+            it.left.agent.transfer(it.put)
+        assert it.notified() == 2
+        it.left.agent.deregister_memory(it.mine.region)
+
+
+async def test_who_waited_hears_of_the_put_that_was_waited_for(tmp_path: Path) -> None:
+    """Though it is posted again before the loop comes back to who waited."""
+    async with ready(tmp_path) as it:
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        waiting = asyncio.create_task(it.put.done())
+        await eventually(lambda: it.notified() == 1)
+        await asyncio.sleep(0)
+        it.deliver_acks()
+        assert not waiting.done()
+        it.hold_acks()
+        it.left.agent.transfer(it.put)
+        assert (await waiting).nbytes == NBYTES
+        assert it.state() == "posted"
+        it.deliver_acks()
+        await it.put.done(20_000)
+        assert it.notified() == 2
+
+
+@pytest.mark.parametrize("how", ["deregistered", "closed"])
+async def test_memory_that_went_after_the_last_time_is_not_read(tmp_path: Path, how: str) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        if how == "closed":
+            it.mine.memory.close()
+        else:
+            it.left.agent.deregister_memory(it.mine.region)
+        for _ in range(2):
+            with pytest.raises(UnknownRegion):
+                it.left.agent.transfer(it.put)
+        assert it.notified() == 1 and it.left.agent.inventory().work == () and it.put.state is XferState.DONE
+
+
+async def test_a_peer_that_was_removed_or_an_agent_that_is_closed_gets_nothing_more(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        going = asyncio.create_task(it.left.agent.remove_remote_agent(DECODE))
+        await asyncio.sleep(0)
+        with pytest.raises(UnknownPeer):
+            it.left.agent.transfer(it.put)
+        await going
+        introduce(it.left, it.right)
+        it.left.agent.transfer(it.put)
+        assert (await it.put.done(20_000)).nbytes == NBYTES
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        await it.left.agent.close()
+        with pytest.raises(AgentClosed):
+            it.left.agent.transfer(it.put)
+
+
+async def test_a_link_that_broke_since_is_not_posted_to(tmp_path: Path) -> None:
+    async with ready(tmp_path) as it:
+        it.left.agent.transfer(it.put)
+        await it.put.done(20_000)
+        it.link.fail(LOST)
+        it.fill(3)
+        it.left.agent.transfer(it.put)
+        assert (await it.put.done(20_000)).retries == 0 and it.arrived()

@@ -34,14 +34,20 @@ def test_without_ageing_the_order_is_priority_then_layer_then_arrival(
     assert drain(scheduler) == expected
 
 
-@given(st.lists(st.one_of(st.tuples(PRIORITIES, st.integers(0, 3)), st.sampled_from(["pick", "settle", "remove"]))))
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(PRIORITIES, st.integers(0, 3)), st.sampled_from(["pick", "settle", "remove", "pass", "passed"])
+        )
+    )
+)
 def test_each_unit_is_waiting_or_in_flight_or_unknown(steps: list[object]) -> None:
-    scheduler, waiting, flying = Scheduler(3), set[int](), list[int]()
+    scheduler, waiting, flying, passing = Scheduler(3), set[int](), list[int](), 0
     for key, step in enumerate(steps):
         match step:
             case "pick":
                 picked = scheduler.pick()
-                assert len(picked) == min(3 - len(flying), len(waiting))
+                assert len(picked) == min(3 - len(flying) - passing, len(waiting))
                 assert waiting.issuperset(picked)
                 waiting.difference_update(picked)
                 flying += picked
@@ -51,13 +57,20 @@ def test_each_unit_is_waiting_or_in_flight_or_unknown(steps: list[object]) -> No
                 victim = min(waiting, default=-1)
                 assert scheduler.remove(victim) is (victim in waiting)
                 waiting.discard(victim)
+            case "pass":
+                may = not waiting and len(flying) + passing < 3
+                assert scheduler.pass_through() is may
+                passing += may
+            case "passed" if passing:
+                scheduler.passed()
+                passing -= 1
             case (TransferPriority() as priority, int(layer)):
                 scheduler.add(key, priority, layer)
                 waiting.add(key)
             case _:
                 pass  # nothing to settle
         scheduler.check()
-        assert (len(scheduler), scheduler.in_flight) == (len(waiting), len(flying))
+        assert (len(scheduler), scheduler.in_flight) == (len(waiting), len(flying) + passing)
 
 
 @given(st.lists(st.tuples(PRIORITIES, st.integers(0, 9)), min_size=1, max_size=8), st.integers(2, 6), st.data())
@@ -116,6 +129,8 @@ def test_misuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.add(1, LOW, 0)
     with pytest.raises(InvalidTransition):
         scheduler.settle(1)
+    with pytest.raises(InvalidTransition):
+        scheduler.passed()
     scheduler.add(2, HIGH, 0)
     with pytest.raises(TransferTooLarge):
         scheduler.add(3, HIGH, 0)

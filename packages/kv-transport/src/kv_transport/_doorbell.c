@@ -127,8 +127,16 @@ to_only:
     return result;
 }
 
-/* read(message, header): what it says, or None unless it is a message whose header is that one under whatever nonce
- * and checksum. */
+/* Whether this is a message whose header is that one under whatever nonce and checksum. */
+static int is_put(const Py_buffer *message, const uint8_t *want)
+{
+    const uint8_t *text = message->buf, *header = text + HEADER_AT;
+    return message->len >= NOTIF_AT && load(text) == MARK && !memcmp(header, want, NONCE_AT) &&
+           !memcmp(header + STAMPS_END, want + STAMPS_END, CRC_AT - STAMPS_END) &&
+           load(header + CRC_AT) == ~sum(header, CRC_AT, ~0ULL);
+}
+
+/* read(message, header): what it says, or None unless it is a message with that header. */
 static PyObject *py_read(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     (void)self;
@@ -143,11 +151,9 @@ static PyObject *py_read(PyObject *self, PyObject *const *args, Py_ssize_t count
         PyBuffer_Release(&message);
         return NULL;
     }
-    const uint8_t *text = message.buf, *header = text + HEADER_AT, *want = expected.buf;
+    const uint8_t *text = message.buf, *header = text + HEADER_AT;
     PyObject *result;
-    if (message.len < NOTIF_AT || load(text) != MARK || memcmp(header, want, NONCE_AT) ||
-        memcmp(header + STAMPS_END, want + STAMPS_END, CRC_AT - STAMPS_END) ||
-        load(header + CRC_AT) != ~sum(header, CRC_AT, ~0ULL)) {
+    if (!is_put(&message, expected.buf)) {
         result = Py_None;
         Py_INCREF(result);
     } else
@@ -166,26 +172,41 @@ static PyObject *py_read(PyObject *self, PyObject *const *args, Py_ssize_t count
  * somebody waits, the other says that he waits and then looks for the answer, and so at least one of them sees. */
 #define ANSWERS_AT 64
 
+static int get_page(PyObject *object, Py_buffer *view, int flags)
+{
+    if (get(object, view, flags, "page", -1) < 0)
+        return -1;
+    if (view->len >= ANSWERS_AT + 8 && (uintptr_t)view->buf % 8 == 0)
+        return 0;
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_ValueError, "not a page of answers");
+    return -1;
+}
+
+static uint64_t *place_of(const Py_buffer *view, uint64_t number)
+{
+    return (uint64_t *)((uint8_t *)view->buf + ANSWERS_AT) + number % ((uint64_t)(view->len - ANSWERS_AT) / 8);
+}
+
+/* Whether the owner of the page waits. */
+static int give_answer(const Py_buffer *view, uint64_t number)
+{
+    __atomic_store_n(place_of(view, number), number, __ATOMIC_SEQ_CST);
+    return __atomic_load_n((uint64_t *)view->buf, __ATOMIC_SEQ_CST) != 0;
+}
+
 static PyObject *page(PyObject *object, uint64_t number, int how)
 {
     Py_buffer view;
-    if (get(object, &view, how ? PyBUF_WRITABLE : PyBUF_SIMPLE, "page", -1) < 0)
+    if (get_page(object, &view, how ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
         return NULL;
-    const uint64_t places = view.len > ANSWERS_AT ? (uint64_t)(view.len - ANSWERS_AT) / 8 : 0;
-    if (!places || (uintptr_t)view.buf % 8) {
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "not a page of answers");
-        return NULL;
-    }
-    uint64_t *awaited = view.buf, *place = (uint64_t *)((uint8_t *)view.buf + ANSWERS_AT) + number % places;
     int found = 1;
     if (how == 0)
-        found = __atomic_load_n(place, __ATOMIC_SEQ_CST) == number;
-    else if (how == 1) {
-        __atomic_store_n(place, number, __ATOMIC_SEQ_CST);
-        found = __atomic_load_n(awaited, __ATOMIC_SEQ_CST) != 0;
-    } else
-        __atomic_store_n(awaited, number, __ATOMIC_SEQ_CST);
+        found = __atomic_load_n(place_of(&view, number), __ATOMIC_SEQ_CST) == number;
+    else if (how == 1)
+        found = give_answer(&view, number);
+    else
+        __atomic_store_n((uint64_t *)view.buf, number, __ATOMIC_SEQ_CST);
     PyBuffer_Release(&view);
     return PyBool_FromLong(found);
 }
@@ -218,7 +239,122 @@ static PyObject *py_await(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return numbered(args, count, 2);
 }
 
+/* Which of the last numbers are marked, as `replay.py` says. */
+#define MARKS_AT 8
+
+static uint64_t window_of(const Py_buffer *marks)
+{
+    return (uint64_t)marks->len - MARKS_AT;
+}
+
+static int is_forgotten(const Py_buffer *marks, uint64_t number)
+{
+    const uint64_t newest = load(marks->buf);
+    return number <= newest && newest - number >= window_of(marks);
+}
+
+static int is_marked(const Py_buffer *marks, uint64_t number)
+{
+    return number <= load(marks->buf) && ((const uint8_t *)marks->buf)[MARKS_AT + number % window_of(marks)];
+}
+
+static void mark(Py_buffer *marks, uint64_t number)
+{
+    uint8_t *at = (uint8_t *)marks->buf + MARKS_AT;
+    const uint64_t newest = load(marks->buf), window = window_of(marks);
+    if (number > newest) {
+        /* None of those in between was marked; what lies in their places is too old now. */
+        if (number - newest > window)
+            memset(at, 0, window);
+        else
+            for (uint64_t between = newest + 1; between < number; between++)
+                at[between % window] = 0;
+        store(marks->buf, number);
+    }
+    at[number % window] = 1;
+}
+
+/* admit(message, header, nonces, puts, region, region_nbytes, nbytes_max, page): admits a put of that region in which
+ * nothing is wrong: marks its nonce, and its number if it has a notification, and answers it in the page (None: there
+ * is none). Gives which message it was, the notification if it is to be given out, else nothing, and whether the writer
+ * waits for a frame. Or None, and nothing has changed. */
+static PyObject *py_admit(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    if (count != 8) {
+        PyErr_SetString(PyExc_TypeError, "admit takes 8 arguments");
+        return NULL;
+    }
+    uint64_t numbers[3];
+    for (int i = 0; i < 3; i++) {
+        numbers[i] = PyLong_AsUnsignedLongLong(args[4 + i]);
+        if (is_failed(numbers[i]))
+            return NULL;
+    }
+    const uint64_t region_nbytes = numbers[1];
+    Py_buffer message, expected, nonces, puts, answers;
+    const int answered = args[7] != Py_None;
+    PyObject *result = NULL;
+    if (get(args[0], &message, PyBUF_SIMPLE, "message", -1) < 0)
+        return NULL;
+    if (get(args[1], &expected, PyBUF_SIMPLE, "header", HEADER_NBYTES) < 0)
+        goto message_only;
+    if (get(args[2], &nonces, PyBUF_WRITABLE, "nonces", -1) < 0)
+        goto two;
+    if (get(args[3], &puts, PyBUF_WRITABLE, "puts", -1) < 0)
+        goto three;
+    if (answered && get_page(args[7], &answers, PyBUF_WRITABLE) < 0)
+        goto four;
+    if (nonces.len <= MARKS_AT) {
+        PyErr_SetString(PyExc_ValueError, "not marks of nonces");
+        goto all;
+    }
+    const uint8_t *text = message.buf;
+    int right = is_put(&message, expected.buf);
+    if (right) {
+        const uint64_t offset = load(text + OFFSET_AT), nbytes = load(text + NBYTES_AT);
+        const uint64_t put = load(text + PUT_AT), nonce = load(text + HEADER_AT + NONCE_AT);
+        const int told = message.len > NOTIF_AT;
+        right = load(text + REGION_AT) == numbers[0] && nbytes >= 1 && nbytes <= numbers[2] &&
+                nbytes <= region_nbytes && offset <= region_nbytes - nbytes && !is_forgotten(&nonces, nonce) &&
+                !is_marked(&nonces, nonce) && (!told || (put >= 1 && puts.len > MARKS_AT && !is_forgotten(&puts, put)));
+        if (right) {
+            const int fresh = told && !is_marked(&puts, put);
+            const uint64_t seq = load(text + SEQ_AT);
+            /* Made first: it may fail, and then nothing has changed. */
+            result = Py_BuildValue("(Ky#O)", (unsigned long long)seq, (const char *)text + NOTIF_AT,
+                                   fresh ? message.len - NOTIF_AT : (Py_ssize_t)0, Py_False);
+            if (result) {
+                mark(&nonces, nonce);
+                if (fresh)
+                    mark(&puts, put);
+                if (answered && give_answer(&answers, seq)) {
+                    Py_INCREF(Py_True);
+                    PyTuple_SetItem(result, 2, Py_True);
+                }
+            }
+        }
+    }
+    if (!right) {
+        result = Py_None;
+        Py_INCREF(result);
+    }
+all:
+    if (answered)
+        PyBuffer_Release(&answers);
+four:
+    PyBuffer_Release(&puts);
+three:
+    PyBuffer_Release(&nonces);
+two:
+    PyBuffer_Release(&expected);
+message_only:
+    PyBuffer_Release(&message);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"admit", (PyCFunction)(void (*)(void))py_admit, METH_FASTCALL, NULL},
     {"put", (PyCFunction)(void (*)(void))py_put, METH_FASTCALL, NULL},
     {"read", (PyCFunction)(void (*)(void))py_read, METH_FASTCALL, NULL},
     {"answered", (PyCFunction)(void (*)(void))py_answered, METH_FASTCALL, NULL},

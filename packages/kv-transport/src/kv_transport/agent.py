@@ -31,7 +31,7 @@ from kv_transport.codec_choice import CodecPolicy
 from kv_transport.codec_rates import CodecRates
 from kv_transport.codecs import Codec
 from kv_transport.config import TransportConfig
-from kv_transport.direct import DirectPost, Posting
+from kv_transport.direct import DirectDesk, Posting
 from kv_transport.errors import (
     AgentClosed,
     InvalidDescriptor,
@@ -102,6 +102,7 @@ class TransferAgent:
         self.poster = LoopPoster(self.loop)
         self.ledger = Ledger(self.regions, self.poster, self._deliver)
         self.ledger.quarantine_max = self.config.quarantine_slots_max
+        self._direct = DirectDesk(self.loop, self.regions, self._totals, self._plain_policy, self._count)
         self.leases = LeaseKeeper(self.ledger.reads, self.loop, self.clock)
         self._started = True
         self._around = Surroundings(
@@ -306,12 +307,16 @@ class TransferAgent:
 
     def transfer(self, xfer: Xfer) -> None:
         """Post it; wait with `await xfer.done()`. Raises `XferActive` for one that is in flight or released."""
+        direct = xfer.direct
+        if direct is not None and self._peers.get(xfer.node) is direct.host and direct.again(next(self._puts)):
+            return
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
         units = xfer.units(self.regions, self.config.unit_bytes)
         units[-1].put = next(self._puts)
         if len(units) == 1:
-            direct = self._post_direct(peer, xfer, units[0])
+            (region,) = xfer.regions
+            direct = peer.post_direct(self._direct, units[0], xfer.name, region)
             if direct is not None:
                 xfer.begin(direct)
                 return
@@ -410,23 +415,11 @@ class TransferAgent:
             self._unuse(regions)
             raise
 
-    def _post_direct(self, peer: Peer, xfer: Xfer, unit: Unit) -> DirectPost | None:
-        """The same for a transfer of one unit that a standing link moves at once, if there is such a link."""
-        for region in xfer.regions:
-            self.regions.use(region)
-        direct = None
-        try:
-            direct = peer.post_direct(unit, xfer.name, self._plain_policy, partial(self._posting_over, xfer.regions))
-        finally:
-            if direct is None:
-                self._unuse(xfer.regions)
-        return direct
-
     def _posting_over(self, regions: Iterable[int], posting: Posting) -> None:
         self._unuse(regions)
-        if isinstance(posting, DirectPost) and posting.landed_here:
-            self._totals.count_put(posting.first_link.scheme, posting.total_bytes)
-            return
+        self._count(posting)
+
+    def _count(self, posting: Posting) -> None:
         self._totals.count(posting.stats(), fetched=posting.kind == "fetch", failed=posting.error is not None)
 
     def _unuse(self, regions: Iterable[int]) -> None:
@@ -463,7 +456,8 @@ class TransferAgent:
             self._totals.notifs_dropped += 1
             return
         self._notifs.append(Notif(node, payload))
-        self._wake_consumer()
+        if self._notified is not None:
+            self._wake_consumer()
 
     def _wake_consumer(self) -> None:
         waiting, self._notified = self._notified, None

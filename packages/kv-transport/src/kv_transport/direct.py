@@ -1,11 +1,13 @@
 """One small unit that is posted at once: no queue and no flow, as long as nothing goes wrong.
 
 A prepared transfer of few bytes over a standing link costs less to move than to keep books on. So the caller's own call
-moves it, and this record is what there is of it until the peer has acknowledged it. Whatever else comes of it makes a
-`Flow` take over: it retries, takes another link or says why not, as for any other transfer.
+moves it, and this record is what there is of it until the peer has acknowledged it; the next time it is posted again.
+Whatever else comes of it makes a `Flow` take over: it retries, takes another link or says why not, as for any other
+transfer.
 
 DP1: it is listed, counted and answered for as a flow is. DP2: its memory is at rest when the record says so, and not
-before: with the acknowledgement, or with the flow.
+before: with the acknowledgement, or with the flow. DP3: it is posted again only when it is at rest, ended well, and
+nobody has yet to be told of that.
 """
 
 import asyncio
@@ -16,6 +18,8 @@ from kv_core.errors import KVError
 from kv_transport.backends.base import Link
 from kv_transport.codec_choice import CodecPolicy
 from kv_transport.errors import TransferTimeout
+from kv_transport.regions import RegionTable
+from kv_transport.stats import Totals
 from kv_transport.types import TransferPriority, TransferStats, XferOp, XferState
 from kv_transport.units import Unit
 
@@ -48,56 +52,75 @@ class Posting(Protocol):
 
     async def wait(self, timeout_ms: int | None) -> TransferStats: ...
 
+    def done_well(self) -> TransferStats | None:
+        """`stats`, if it has ended and every byte is verified."""
+        ...
+
     async def released(self) -> None: ...
 
 
 class DirectHost(Protocol):
     """Who makes direct posts: their peer."""
 
-    def direct_settled(self, post: "DirectPost", error: KVError | None) -> None: ...
+    def post_again(self, post: "DirectPost", put: int) -> bool: ...
+    def direct_landed(self, post: "DirectPost") -> None: ...
+    def direct_bounced(self, post: "DirectPost", error: KVError) -> None: ...
+
+
+class DirectDesk:
+    """What all direct posts of an agent share: its regions and sums, and what is done where a flow takes over."""
+
+    __slots__ = ("loop", "over", "policy", "regions", "totals")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        regions: RegionTable,
+        totals: Totals,
+        policy: Callable[[], CodecPolicy],
+        over: Callable[[Posting], None],
+    ) -> None:
+        """`over` counts a flow that has ended."""
+        self.loop: Final = loop
+        self.regions: Final = regions
+        self.totals: Final = totals
+        self.policy: Final = policy
+        self.over: Final = over
 
 
 class DirectPost:
-    """See the module. Implements `Posting`; lives on the loop, made and ended by `Peer`.
+    """See the module. Implements `Posting`; lives on the loop, made by `Peer`.
 
     The answer may lie where nobody is told of it (`Link.take_answers`): whoever asks how it stands looks there first.
     """
 
     __slots__ = (
+        "_desk",
         "_ended_ns",
         "_heir",
-        "_host",
         "_link",
         "_waiters",
-        "key",
+        "_waiting",
+        "host",
         "name",
-        "on_release",
-        "policy",
+        "region",
         "since_ns",
         "unit",
     )
 
-    def __init__(
-        self,
-        host: DirectHost,
-        key: int,
-        name: str,
-        unit: Unit,
-        link: Link,
-        policy: Callable[[], CodecPolicy],
-        on_release: Callable[[Posting], None],
-    ) -> None:
-        self.key: Final = key
+    def __init__(self, host: DirectHost, desk: DirectDesk, name: str, unit: Unit, region: int, link: Link) -> None:
+        """Of a unit that is about to be posted: its host has found room for it, and holds its `region`."""
+        self.host: Final = host
         self.name: Final = name
         self.unit: Final = unit
-        self.policy: Final = policy
-        self.on_release: Final = on_release
+        self.region: Final = region
         self.since_ns = 0
-        self._host = host
-        self._link = link
+        self._desk: Final = desk
+        self._link: Final = link
         self._ended_ns = 0
         self._heir: Posting | None = None
         self._waiters: list[asyncio.Future[None]] = []
+        self._waiting = 0
 
     @property
     def kind(self) -> str:
@@ -121,9 +144,8 @@ class DirectPost:
         return self._link
 
     @property
-    def landed_here(self) -> bool:
-        """The link that it was posted to has carried it."""
-        return self._ended_ns > 0
+    def desk(self) -> DirectDesk:
+        return self._desk
 
     @property
     def state(self) -> XferState:
@@ -148,13 +170,16 @@ class DirectPost:
             return TransferStats()
         nbytes = self.unit.nbytes
         return TransferStats(
-            nbytes=nbytes,
-            wire_nbytes=nbytes,
-            units=1,
-            transports={self._link.scheme: nbytes},
-            duration_ns=self._ended_ns - self.since_ns,
-            codecs={"none": 1},
+            nbytes, nbytes, 1, 0, {self._link.scheme: nbytes}, self._ended_ns - self.since_ns, {"none": 1}
         )
+
+    def done_well(self) -> TransferStats | None:
+        """As `Flow.done_well`."""
+        if self._heir is not None:
+            return self._heir.done_well()
+        if not self._ended_ns:
+            self._link.take_answers()
+        return self.stats() if self._ended_ns else None
 
     async def wait(self, timeout_ms: int | None) -> TransferStats:
         """As `Flow.wait`."""
@@ -176,27 +201,64 @@ class DirectPost:
         if self._pending():
             self._link.want_answers()  # it looks, too
         if self._pending():
-            waiter = asyncio.get_running_loop().create_future()
+            waiter = self._desk.loop.create_future()
             self._waiters.append(waiter)
-            await waiter
+            self._waiting += 1
+            try:
+                await waiter
+            finally:
+                self._waiting -= 1
         if self._heir is not None:
             await self._heir.released()
 
     def _pending(self) -> bool:
         return not self._ended_ns and self._heir is None
 
-    # For the peer.
+    # For the agent and the peer.
+
+    def again(self, put: int) -> bool:
+        """Post the unit once more, as put number `put`, if nothing else has changed than its bytes.
+
+        Returns:
+            Whether it is posted; if not, nothing has happened: it may be in flight, or need another link.
+
+        Raises:
+            UnknownRegion: our memory is not registered any more.
+        """
+        if not self._ended_ns:
+            self._link.take_answers()
+        if not self._ended_ns or self._waiting:
+            return False
+        regions = self._desk.regions
+        regions.hold(self.region)
+        ended_ns, self._ended_ns = self._ended_ns, 0
+        if self.host.post_again(self, put):
+            return True
+        self._ended_ns = ended_ns
+        regions.let_go(self.region)
+        return False
 
     def settle(self, error: KVError | None) -> None:
         """The link is done with it."""
-        self._host.direct_settled(self, error)
+        if error is None:
+            self.host.direct_landed(self)
+        else:
+            self.host.direct_bounced(self, error)
 
     def landed(self) -> None:
         """Its bytes are verified at their destination."""
+        link, desk = self._link, self._desk
         # A put ends with the peer's answer, which was taken just now; a read asks nobody.
-        self._ended_ns = self._link.heard_ns if self.unit.op is XferOp.WRITE else self._link.now_ns()
-        self.on_release(self)
-        self._wake()
+        self._ended_ns = link.heard_ns if self.unit.op is XferOp.WRITE else link.now_ns()
+        desk.regions.let_go(self.region)
+        desk.totals.count_put(link.scheme, self.unit.cells.nbytes)
+        if self._waiters:
+            self._wake()
+
+    def heir_over(self, heir: Posting) -> None:
+        """What took over has ended."""
+        self._desk.regions.let_go(self.region)
+        self._desk.over(heir)
 
     def give_way(self, heir: Posting) -> None:
         """It came back: from now on this is what becomes of it."""
@@ -204,6 +266,7 @@ class DirectPost:
         self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -17,18 +17,22 @@ looks; the owner writes and then looks whether somebody waits: at least one of t
 sequentially consistent. Plain Python has no such access, so without compiled code every answer is a frame.
 
 DB1: a message leaves only after the destination's checksum was found to be the source's. DB2: a place says `seq` only
-after the put of that `seq` was accepted, and no two puts without an answer share a place.
+after the put of that `seq` was accepted, and no two puts without an answer share a place. DB3: `admit` marks all that a
+put uses up, or changes nothing.
 """
 
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from kv_core.errors import KVError
 from kv_core.header import read_stamps
-from kv_transport import kernels
+from kv_core.ids import Incarnation, NodeId
+from kv_transport import kernels, replay
 from kv_transport.errors import FrameRefused, MemoryUnavailable
 from kv_transport.memory_budget import MemoryBudget
 from kv_transport.regions import MappedBuffer, SharedBuffer
@@ -63,17 +67,26 @@ _FLAG: Final = 64
 _PAGE_NBYTES: Final = _FLAG + 8 * PLACES
 _NO_RESERVE: Final = MemoryBudget(reserve_nbytes=0)
 _HEADER: Final = plain_header(1)
-_HEADER_BYTES: Final = _HEADER.attempt(0, 0)
+HEADER_BYTES: Final = _HEADER.attempt(0, 0)
+"""What `admit` is to find in every message, but for its stamps."""
+
+_ANYBODY: Final = PeerName(NodeId("anybody"), Incarnation(0))
 
 Putting = Callable[[int, memoryview, memoryview, int, bytearray, int, int, int], int]
 
 Put = tuple[int, int, int, int, int, int, bytes]
 """seq, put, region, offset, nbytes, nonce, notification."""
 
+Admitted = tuple[int, bytes, bool]
+"""seq, the notification if it is to be given out now, whether the writer waits for a frame although it is answered."""
+
+Text = memoryview | bytes
+Admitting = Callable[[Text, bytes, bytearray, bytearray, int, int, int, memoryview | None], Admitted | None]
+
 
 def message(region: int, offset: int, nbytes: int, notif: bytes) -> bytearray:
     """A message that `put` completes, again and again."""
-    return bytearray(_FIXED.pack(MARK, 0, 0, region, offset, nbytes) + _HEADER_BYTES + notif)
+    return bytearray(_FIXED.pack(MARK, 0, 0, region, offset, nbytes) + HEADER_BYTES + notif)
 
 
 def plain_put(
@@ -123,7 +136,7 @@ if _compiled is not None:
     put = _compiled.put
 
 
-def read(text: memoryview | bytes, peer: PeerName) -> Put:
+def read(text: Text, peer: PeerName) -> Put:
     """What a message says.
 
     Raises:
@@ -133,10 +146,10 @@ def read(text: memoryview | bytes, peer: PeerName) -> Put:
     if _compiled is None:
         return plain_read(text, peer)
     # None: something is wrong with it.
-    return _compiled.read(text, _HEADER_BYTES) or plain_read(text, peer)
+    return _compiled.read(text, HEADER_BYTES) or plain_read(text, peer)
 
 
-def plain_read(text: memoryview | bytes, peer: PeerName) -> Put:
+def plain_read(text: Text, peer: PeerName) -> Put:
     """The same without compiled code; it also says what is wrong."""
     if len(text) < HEAD_NBYTES:
         raise FrameRefused(peer=str(peer), reason=f"a put of {len(text)} bytes")
@@ -149,7 +162,52 @@ def plain_read(text: memoryview | bytes, peer: PeerName) -> Put:
     return seq, number, region, offset, nbytes, nonce, bytes(text[HEAD_NBYTES:])
 
 
-def seq_of(text: memoryview | bytes, peer: PeerName) -> int:
+def plain_admit(
+    text: Text,
+    header: bytes,
+    nonces: bytearray,
+    puts: bytearray,
+    region: int,
+    region_nbytes: int,
+    nbytes_max: int,
+    page: memoryview | None,
+) -> Admitted | None:
+    """Admit a put of one region, that peers may write, if nothing is wrong with it, and answer it.
+
+    Args:
+        header: `HEADER_BYTES`.
+        nonces, puts: what the peer has used up, as `replay` keeps it; marked. No puts: as if all were forgotten.
+        nbytes_max: of one put.
+        page: where it is answered, or None.
+
+    Returns:
+        None where it is not for that region, or anything is wrong with it, and then nothing has changed.
+    """
+    try:
+        seq, put, found, offset, nbytes, nonce, notif = plain_read(text, _ANYBODY)
+    except KVError:
+        return None
+    inside = 1 <= nbytes <= min(nbytes_max, region_nbytes) and offset <= region_nbytes - nbytes
+    if found != region or not inside or replay.is_forgotten(nonces, nonce) or replay.is_marked(nonces, nonce):
+        return None
+    if notif and (put < 1 or not puts or replay.is_forgotten(puts, put)):
+        return None
+    replay.mark(nonces, nonce)
+    if notif:
+        if replay.is_marked(puts, put):
+            notif = b""
+        else:
+            replay.mark(puts, put)
+    return seq, notif, page is not None and _compiled.answer(page, seq)
+
+
+admit: Admitting = plain_admit
+"""The same, compiled where it can be."""
+if _compiled is not None:
+    admit = _compiled.admit
+
+
+def seq_of(text: Text, peer: PeerName) -> int:
     """Which message it is, so that it can be refused. Raises `FrameRefused` for one that is too short to say."""
     if len(text) < HEAD_NBYTES:
         raise FrameRefused(peer=str(peer), reason=f"a put of {len(text)} bytes")
@@ -159,11 +217,14 @@ def seq_of(text: memoryview | bytes, peer: PeerName) -> int:
 class AnswersWanted:
     """The writer's side of a page of answers."""
 
-    __slots__ = ("_buffer", "_view", "waits")
+    __slots__ = ("_buffer", "_view", "answered", "waits")
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
         self._view = buffer.data_view
+        self.answered: Callable[[int], bool] = partial(_compiled.answered, self._view)
+        """Whether that put was accepted."""
+
         self.waits = False
         """What `wait` said last."""
 
@@ -181,10 +242,6 @@ class AnswersWanted:
         """What to give the owner."""
         return self._buffer.fileno()
 
-    def answered(self, seq: int) -> bool:
-        """Whether that put was accepted."""
-        return _compiled.answered(self._view, seq)
-
     def wait(self, on: bool) -> None:
         """Whether the owner is to send a frame with each answer from now on; look for answers after asking for it."""
         if on is not self.waits:
@@ -194,18 +251,24 @@ class AnswersWanted:
     def close(self) -> None:
         """Idempotent; the owner keeps its own mapping."""
         self._view = memoryview(b"")
+        self.answered = _nothing_is_answered
         self._buffer.close()
+
+
+def _nothing_is_answered(seq: int) -> bool:
+    return False
 
 
 class AnswersGiven:
     """The owner's side."""
 
-    __slots__ = ("_mapped", "_view")
+    __slots__ = ("_mapped", "view")
 
     def __init__(self, fd: int) -> None:
         """Takes over `fd`. Raises `InvalidDescriptor` for what is no such page."""
         self._mapped = MappedBuffer(fd, _PAGE_NBYTES, writable=True)
-        self._view = self._mapped.data_view
+        self.view = self._mapped.data_view
+        """For `admit`."""
 
     @classmethod
     def of(cls, fd: int) -> "AnswersGiven | None":
@@ -217,9 +280,9 @@ class AnswersGiven:
 
     def give(self, seq: int) -> bool:
         """That put is accepted. Returns whether a frame must say so, too: the writer waits."""
-        return _compiled.answer(self._view, seq)
+        return _compiled.answer(self.view, seq)
 
     def close(self) -> None:
         """End the mapping."""
-        self._view = memoryview(b"")
+        self.view = memoryview(b"")
         self._mapped.unmap()

@@ -154,6 +154,10 @@ class Flow:
             waiter = self._layer_waiters[layer] = self._loop.create_future()
         await asyncio.shield(waiter)
 
+    def done_well(self) -> TransferStats | None:
+        """`stats`, if it has ended and every byte is verified."""
+        return self.stats() if self.at_rest and self.error is None else None
+
     async def wait(self, timeout_ms: int | None, *, stop: bool = False) -> TransferStats:
         """Until it is over and its memory free.
 

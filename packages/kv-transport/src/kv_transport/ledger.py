@@ -39,7 +39,8 @@ from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import PeerHistory
-from kv_transport.ticket_checks import check_plain_unit, codec_of, refuse_piece, require_generations, unpack_checks
+from kv_transport.small_puts import SmallPuts
+from kv_transport.ticket_checks import check_plain_unit, codec_of, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
 from kv_transport.unit_header import check_header, combined, ticket_header
@@ -292,28 +293,14 @@ class Ledger:
             self.refusals += 1
             raise
 
-    def place_piece(
-        self, session: Session, put: int, region: int, offset: int, nbytes: int, nonce: int, notif: bytes
-    ) -> None:
-        """`place` of one piece of an open region, whose header was found to be right; on the loop.
+    def small_puts(self, session: Session) -> SmallPuts:
+        """For a connection over which pieces of open regions are put without a head."""
+        with self._lock:
+            history = self._history(session.peer)
+        return SmallPuts(session.peer, history, self._lock, self._regions, self._on_notif, self._count_refusal)
 
-        Raises:
-            GrantRefused, ReplayedNonce, ForgottenPut, FrameRefused, UnknownRegion, InvalidDescriptor.
-        """
-        try:
-            with self._lock:
-                history = self._history(session.peer)
-                history.nonces.use(nonce)
-                found = self._regions.get(region)
-                inside = 1 <= nbytes <= limits.UNIT_BYTES_MAX and 0 <= offset <= found.nbytes - nbytes
-                if not inside or found.access is not Access.WRITE:
-                    refuse_piece(found, offset, nbytes, session.peer)
-                fresh = notif and history.puts.announce(put)
-        except KVError:
-            self.refusals += 1
-            raise
-        if fresh:
-            self._on_notif(session.peer.node, notif)
+    def _count_refusal(self) -> None:
+        self.refusals += 1
 
     def _admit_granted(self, session: Session, head: UnitHead, checksum: int) -> Landing:
         entry = self._grants.get(head.ticket)

@@ -17,7 +17,7 @@ from kv_transport import limits
 from kv_transport.backends.base import Backend, Link, Surroundings
 from kv_transport.codec_choice import CodecPolicy, LinkMeter
 from kv_transport.codecs import Codec
-from kv_transport.direct import DirectPost, Posting
+from kv_transport.direct import DirectDesk, DirectPost, Posting
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
@@ -58,7 +58,7 @@ class Peer:
         self._meters: dict[str, LinkMeter] = {}
         self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._flows: dict[int, Flow] = {}
-        self._direct: dict[int, DirectPost] = {}
+        self._direct: dict[DirectPost, None] = {}
         self._keys: dict[int, tuple[Flow, int]] = {}
         self._key_of: dict[tuple[int, int], int] = {}
         self._serial = 0
@@ -77,7 +77,7 @@ class Peer:
     @property
     def postings(self) -> list[Posting]:
         """Every transfer at work."""
-        return [*self._flows.values(), *self._direct.values()]
+        return [*self._flows.values(), *self._direct]
 
     @property
     def links(self) -> list[Link]:
@@ -131,34 +131,45 @@ class Peer:
             flow.linked(link, None)
         return flow
 
-    def post_direct(
-        self, unit: Unit, name: str, policy: Callable[[], CodecPolicy], on_release: Callable[[Posting], None]
-    ) -> DirectPost | None:
+    def post_direct(self, desk: DirectDesk, unit: Unit, name: str, region: int) -> DirectPost | None:
         """Post the only unit of a transfer past the queue, where the link moves it at once and nothing would be
-        overtaken; None where that is not so. `policy` is for the flow that takes over if it comes back.
+        overtaken; None where that is not so. `region` of ours is held until it is at rest. Raises `UnknownRegion`.
         """
         link = self._links.get(self._preferred)
         if link is None or link.lost is not None or not link.moves_at_once(unit):
             return None
-        key = self._serial + 1
-        if not self._scheduler.pass_through(key):
+        desk.regions.hold(region)
+        if not self._scheduler.pass_through():
             # What is in flight may have been answered without a word.
             link.take_answers()
-            key = self._serial + 1
-            if self._links.get(link.scheme) is not link or not self._scheduler.pass_through(key):
+            if self._links.get(link.scheme) is not link or not self._scheduler.pass_through():
+                desk.regions.let_go(region)
                 return None
-        self._serial = key
-        post = self._direct[key] = DirectPost(self, key, name, unit, link, policy, on_release)
+        post = DirectPost(self, desk, name, unit, region, link)
+        self._direct[post] = None
         link.post_quietly(post)
         return post
 
-    def direct_settled(self, post: DirectPost, error: KVError | None) -> None:
-        self._scheduler.settle(post.key)
-        del self._direct[post.key]
-        if error is None:
-            post.landed()
-        else:
-            post.give_way(self._take_over(post, post.first_link, post.policy(), error))
+    def post_again(self, post: DirectPost, put: int) -> bool:
+        """The same with what it made, if its link still stands and there is room; its region is held."""
+        link = post.first_link
+        if link.lost is not None or self._closed is not None or not self._scheduler.pass_through():
+            return False
+        post.unit.put = put
+        self._direct[post] = None
+        link.post_quietly(post)
+        return True
+
+    def direct_landed(self, post: DirectPost) -> None:
+        self._scheduler.passed()
+        del self._direct[post]
+        post.landed()
+        self._pump()
+
+    def direct_bounced(self, post: DirectPost, error: KVError) -> None:
+        self._scheduler.passed()
+        del self._direct[post]
+        post.give_way(self._take_over(post, post.first_link, post.desk.policy(), error))
         self._pump()
 
     def take_answers(self) -> None:
@@ -179,7 +190,7 @@ class Peer:
             layers=range(0),
             total_bytes=post.total_bytes,
             policy=policy,
-            on_release=post.on_release,
+            on_release=post.heir_over,
         )
         self._flows[id(flow)] = flow
         flow.adopt(post.unit)

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
+import msgspec
 import numpy as np
 
 from kv_core.ids import NodeId, RegionId
@@ -38,8 +39,7 @@ class XferDesc:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Notif:
+class Notif(msgspec.Struct, frozen=True):
     """Bytes that a peer sent beside a transfer."""
 
     node: NodeId
@@ -165,6 +165,7 @@ class RegionTable:
         self._lock = threading.Lock()
         self._regions: dict[int, MemoryRegion] = {}
         self._uses: dict[int, int] = {}
+        self._holds: dict[int, int] = {}  # the same, changed on the loop only
         self._next = 1
 
     def add(self, memory: Arena | SharedBuffer, access: Access) -> MemoryRegion:
@@ -176,22 +177,23 @@ class RegionTable:
                 raise TransferTooLarge(what="list of regions", size=len(self._regions) + 1, limit=limits.REGIONS_MAX)
             region = MemoryRegion(RegionId(self._next), memory, access)
             self._regions[region.region] = region
-            self._uses[region.region] = 0
+            self._uses[region.region] = self._holds[region.region] = 0
             self._next += 1
             return region
 
     def remove(self, region: RegionId) -> None:
-        """Forget a region; one that is not there is no error.
+        """Forget a region; one that is not there is no error. On the loop.
 
         Raises:
             InvalidDescriptor: something uses it.
         """
         with self._lock:
-            uses = self._uses.get(region, 0)
+            uses = self._uses.get(region, 0) + self._holds.get(region, 0)
             if uses:
                 raise InvalidDescriptor(what="region", value=region, reason=f"{uses} transfers or tickets use it")
             self._regions.pop(region, None)
             self._uses.pop(region, None)
+            self._holds.pop(region, None)
 
     def get(self, region: int) -> MemoryRegion:
         """Raises `UnknownRegion`."""
@@ -199,6 +201,10 @@ class RegionTable:
         if found is None or found.memory.closed:
             raise UnknownRegion(region=region, node=self._node)
         return found
+
+    def stands(self, region: MemoryRegion) -> bool:
+        """Whether it is still registered, and its memory open."""
+        return self._regions.get(region.region) is region and not region.memory.closed
 
     def arena(self, region: int) -> Arena:
         """The arena of that id. Raises `UnknownRegion`, or `InvalidDescriptor` for a plain buffer."""
@@ -219,13 +225,23 @@ class RegionTable:
         with self._lock:
             self._uses[region] -= 1
 
+    def hold(self, region: int) -> None:
+        """`use` without its lock, until `let_go`: on the loop, which alone removes regions. Raises `UnknownRegion`."""
+        found = self._regions.get(region)
+        if found is None or found.memory.closed:
+            raise UnknownRegion(region=region, node=self._node)
+        self._holds[region] += 1
+
+    def let_go(self, region: int) -> None:
+        self._holds[region] -= 1
+
     def all(self) -> list[MemoryRegion]:
         with self._lock:
             return list(self._regions.values())
 
     def uses(self, region: RegionId) -> int:
         with self._lock:
-            return self._uses.get(region, 0)
+            return self._uses.get(region, 0) + self._holds.get(region, 0)
 
 
 def check_piece(desc: XferDesc, nbytes: int) -> None:

@@ -6,6 +6,9 @@ Nonces of a (peer, incarnation) grow by one per unit posted. Several streams reo
 Attempts at one put have nonces of their own and share its number, by which its notification is known: a link may break
 after the notification was given out and before the writer heard of it, and the writer then tries again.
 
+Both are kept in bytes, which compiled code reads and marks as well (`doorbell.admit`): the newest number, 8 bytes
+little-endian, and after it a byte for each of the last numbers, at its remainder: 1 for one that is marked.
+
 R1: a nonce is accepted at most once. R2: a put is announced at most once; of one that is too old to know, nothing is
 said but that.
 """
@@ -15,18 +18,61 @@ from typing import Final
 from kv_transport import limits
 from kv_transport.errors import ForgottenPut, FrameRefused, ReplayedNonce
 
-_MASK: Final = (1 << limits.REPLAY_WINDOW) - 1
+MARKS_AT: Final = 8
+"""Where the bytes of the numbers begin."""
+
+
+def new_marks(window: int) -> bytearray:
+    """Nothing is marked; 0 is the newest number."""
+    return bytearray(MARKS_AT + window)
+
+
+def newest_of(marks: bytearray) -> int:
+    """The highest number that is marked, or 0."""
+    return int.from_bytes(marks[:MARKS_AT], "little")
+
+
+def is_forgotten(marks: bytearray, number: int) -> bool:
+    """Whether it is too old to know."""
+    return number <= newest_of(marks) - (len(marks) - MARKS_AT)
+
+
+def is_marked(marks: bytearray, number: int) -> bool:
+    """Whether a number that is not forgotten was marked."""
+    return number <= newest_of(marks) and marks[MARKS_AT + number % (len(marks) - MARKS_AT)] > 0
+
+
+def mark(marks: bytearray, number: int) -> None:
+    """Mark a number that is not forgotten."""
+    window, newest = len(marks) - MARKS_AT, newest_of(marks)
+    if number > newest:
+        if number > newest + 1:
+            _clear(marks, newest + 1, number, window)
+        marks[:MARKS_AT] = number.to_bytes(MARKS_AT, "little")
+    marks[MARKS_AT + number % window] = 1
+
+
+def _clear(marks: bytearray, begin: int, end: int, window: int) -> None:
+    """None of `[begin, end)` was marked; what lies in their places is too old now."""
+    if end - begin >= window:
+        marks[MARKS_AT:] = bytes(window)
+        return
+    first, last = MARKS_AT + begin % window, MARKS_AT + end % window
+    if first <= last:
+        marks[first:last] = bytes(last - first)
+    else:
+        marks[first:] = bytes(len(marks) - first)
+        marks[MARKS_AT:last] = bytes(last - MARKS_AT)
 
 
 class ReplayWindow:
-    """The window of one (peer, incarnation)."""
+    """The nonces of one (peer, incarnation)."""
 
-    __slots__ = ("_newest", "_peer", "_seen")
+    __slots__ = ("_peer", "marks")
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._newest = -1
-        self._seen = 0  # bit i: nonce `newest - i` was used
+        self.marks: Final = new_marks(limits.REPLAY_WINDOW)
 
     def use(self, nonce: int) -> None:
         """Accept a nonce, once.
@@ -34,26 +80,19 @@ class ReplayWindow:
         Raises:
             ReplayedNonce: it was used, or it is too old to know.
         """
-        ahead = nonce - self._newest
-        if ahead > 0:
-            self._seen = ((self._seen << ahead) | 1) & _MASK if ahead < limits.REPLAY_WINDOW else 1
-            self._newest = nonce
-            return
-        bit = 1 << -ahead
-        if -ahead >= limits.REPLAY_WINDOW or self._seen & bit:
-            raise ReplayedNonce(nonce=nonce, peer=self._peer, newest=self._newest)
-        self._seen |= bit
+        if is_forgotten(self.marks, nonce) or is_marked(self.marks, nonce):
+            raise ReplayedNonce(nonce=nonce, peer=self._peer, newest=newest_of(self.marks))
+        mark(self.marks, nonce)
 
 
 class PutWindow:
-    """Which puts of one (peer, incarnation) were announced: a byte for each of the last `PUT_WINDOW` numbers."""
+    """Which puts of one (peer, incarnation) were announced: 16 KiB, made for the first one."""
 
-    __slots__ = ("_announced", "_newest", "_peer")
+    __slots__ = ("_peer", "marks")
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._newest = 0
-        self._announced = bytearray()
+        self.marks = bytearray()
 
     def require(self, put: int) -> None:
         """Whether `announce` would know of that put.
@@ -64,37 +103,18 @@ class PutWindow:
         """
         if put < 1:
             raise FrameRefused(peer=self._peer, reason=f"a notification of put {put}")
-        if put <= self._newest - limits.PUT_WINDOW:
-            raise ForgottenPut(put=put, peer=self._peer, newest=self._newest)
+        if self.marks and is_forgotten(self.marks, put):
+            raise ForgottenPut(put=put, peer=self._peer, newest=newest_of(self.marks))
 
     def announce(self, put: int) -> bool:
         """Whether the notification is to be given out: it was not yet. Raises as `require`."""
         self.require(put)
-        ahead, place = put - self._newest, put % limits.PUT_WINDOW
-        if ahead > 1:
-            self._skip(self._newest + 1, put)
-        if ahead > 0:
-            self._newest = put
-        elif self._announced[place]:
+        if not self.marks:
+            self.marks = new_marks(limits.PUT_WINDOW)
+        if is_marked(self.marks, put):
             return False
-        if not self._announced:
-            self._announced = bytearray(limits.PUT_WINDOW)
-        self._announced[place] = 1
+        mark(self.marks, put)
         return True
-
-    def _skip(self, begin: int, end: int) -> None:
-        """None of `[begin, end)` was announced; what lay in their places is too old now."""
-        if end - begin >= limits.PUT_WINDOW:
-            self._announced = bytearray(limits.PUT_WINDOW)
-            return
-        first, last = begin % limits.PUT_WINDOW, end % limits.PUT_WINDOW
-        if not self._announced:
-            return
-        if first <= last:
-            self._announced[first:last] = bytes(last - first)
-        else:
-            self._announced[first:] = bytes(limits.PUT_WINDOW - first)
-            self._announced[:last] = bytes(last)
 
 
 class PeerHistory:

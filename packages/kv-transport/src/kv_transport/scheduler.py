@@ -73,6 +73,7 @@ class Scheduler:
         self._ageing = ageing
         self._classes = {priority: _Class() for priority in TransferPriority}
         self._flying: set[int] = set()
+        self._passing = 0
         self._serial = 0
         self._waiting = 0
 
@@ -82,7 +83,7 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        return len(self._flying)
+        return len(self._flying) + self._passing
 
     def add(self, key: int, priority: TransferPriority, layer: int) -> None:
         """Queue a unit.
@@ -98,14 +99,18 @@ class Scheduler:
         self._waiting += 1
         self._classes[priority].add(key, layer, self._serial)
 
-    def pass_through(self, key: int) -> bool:
-        """Put a unit in flight at once, if nothing waits that it would overtake and the window has room."""
-        if self._waiting or len(self._flying) >= self._window:
+    def pass_through(self) -> bool:
+        """Count a unit without a name as in flight, if nothing waits that it would overtake and the window has room."""
+        if self._waiting or len(self._flying) + self._passing >= self._window:
             return False
-        if key in self._flying:
-            raise InvalidTransition(machine="scheduler", state="known", event=f"pass_through({key})")
-        self._flying.add(key)
+        self._passing += 1
         return True
+
+    def passed(self) -> None:
+        """A unit that passed through came to an end, good or bad."""
+        if not self._passing:
+            raise InvalidTransition(machine="scheduler", state="none passes", event="passed()")
+        self._passing -= 1
 
     def remove(self, key: int) -> bool:
         """Forget a unit that waits; False if it does not (it may be in flight)."""
@@ -116,7 +121,7 @@ class Scheduler:
     def pick(self) -> list[int]:
         """The units to post now; they are in flight until `settle`."""
         picked = []
-        while self._waiting and len(self._flying) < self._window:
+        while self._waiting and len(self._flying) + self._passing < self._window:
             key = self._next()
             if key is None:
                 break
@@ -143,7 +148,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert len(self._flying) <= self._window
+        assert 0 <= self._passing and self.in_flight <= self._window
         waiting = [key for cls in self._classes.values() for key in cls.waiting]
         assert len(waiting) == len(set(waiting)) == self._waiting
         assert not self._flying.intersection(waiting)

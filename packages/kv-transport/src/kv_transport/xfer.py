@@ -7,7 +7,7 @@ from typing import Final, Self
 from kv_core.ids import NodeId, RegionId
 from kv_transport import limits
 from kv_transport.descriptors import cut_units, split_pieces
-from kv_transport.direct import Posting
+from kv_transport.direct import DirectPost, Posting
 from kv_transport.errors import GrantRefused, InvalidDescriptor, TransferTooLarge, XferActive
 from kv_transport.regions import RegionTable, XferDesc
 from kv_transport.tickets import RegionInfo
@@ -65,6 +65,8 @@ class Xfer:
         self.priority = priority
         self._on_release = on_release
         self._posting: Posting | None = None
+        self.direct: DirectPost | None = None
+        """The posting at work, or the last one, where a link moves it at once: it can be posted again."""
         self._gone = False
         self._units: list[Unit] = []
         self.total_bytes: Final = sum(desc.nbytes for desc in local)
@@ -85,6 +87,7 @@ class Xfer:
     def begin(self, posting: Posting) -> None:
         """For the agent: this is the posting at work."""
         self._posting = posting
+        self.direct = posting if isinstance(posting, DirectPost) else None
 
     def require_idle(self, action: str) -> None:
         """Raise `XferActive` while it is in flight, or after it was released."""
@@ -102,15 +105,14 @@ class Xfer:
         """
         if self._posting is None:
             raise XferActive(xfer=self.name, state=self.state.value, action="waiting before it is posted")
-        if self._posting.at_rest and self._posting.error is None:
-            return self._posting.stats()
-        return await self._posting.wait(timeout_ms)
+        return self._posting.done_well() or await self._posting.wait(timeout_ms)
 
     def release(self) -> None:
         """End the handle. Raises `XferActive` while its memory is in use. Idempotent."""
         self.require_idle("release")
         if not self._gone:
             self._gone = True
+            self.direct = None
             self._on_release(self)
 
     async def __aenter__(self) -> Self:

@@ -116,7 +116,8 @@ class Link(abc.ABC):
         self._asked: dict[int, asyncio.Future[FromOwner]] = {}
         self._open: set[int] = set()
         self._fences: set[int] = set()
-        self._heard_ns = around.clock.monotonic_ns()
+        self._now_ns: Final = around.clock.monotonic_ns
+        self._heard_ns = self._now_ns()
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns = 0
         self._ended = asyncio.Event()
@@ -132,7 +133,7 @@ class Link(abc.ABC):
 
     def now_ns(self) -> int:
         """By the clock that `heard_ns` and `since_ns` are of."""
-        return self._around.clock.monotonic_ns()
+        return self._now_ns()
 
     # What users of a link call.
 
@@ -165,7 +166,7 @@ class Link(abc.ABC):
         if self.lost is not None:
             raise self.lost
         self._seq += 1
-        posted.since_ns = now = self._around.clock.monotonic_ns()
+        posted.since_ns = now = self._now_ns()
         if not self._posted and not self._asked:
             self._heard_ns = now  # silence counts from when there is something to answer
         self._posted[self._seq] = posted

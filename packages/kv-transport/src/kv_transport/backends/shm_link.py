@@ -125,7 +125,7 @@ class ShmLink(Link):
         """Moves a put of one piece in one call; see `doorbell`."""
         unit = posted.unit
         memory = self._maps.get((unit.region, True))
-        if memory is None or unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells.sizes) != 1:
+        if memory is None or (unit.message is None and not _make_message(unit)):
             super().post_quietly(posted)
             return
         seq = self._enlist(posted)
@@ -140,13 +140,16 @@ class ShmLink(Link):
             self._settle(seq, error)
 
     def _put(self, seq: int, unit: Unit, memory: _Mapping) -> KVError | None:
-        text = unit.message
-        if text is None:
-            offset, nbytes = unit.cells.remote_runs()
-            text = unit.message = doorbell.message(unit.region, offset, nbytes, unit.notif)
+        assert unit.message is not None
         try:
             outcome = self._socket.put(
-                memory.data_view, unit.local.data_view, unit.source_offset, text, seq, unit.put, self._nonces()
+                memory.data_view,
+                unit.local.data_view,
+                unit.cells.first_local,
+                unit.message,
+                seq,
+                unit.put,
+                self._nonces(),
             )
         except Exception as error:
             return self._failure(unit, error)
@@ -162,10 +165,10 @@ class ShmLink(Link):
             return
         for place, seq in list(quiet.items()):
             if page.answered(seq) and quiet.get(place) == seq:
-                self._heard_ns = self._around.clock.monotonic_ns()
+                self._heard_ns = self._now_ns()
                 del quiet[place]
                 self._posted.pop(seq).settle(None)
-        if not quiet and self._page is not None:
+        if page.waits and not quiet and self._page is not None:
             page.wait(False)
 
     def want_answers(self) -> None:
@@ -353,6 +356,15 @@ class ShmLink(Link):
             self._page.close()
             self._page = None
         self._settle_all(self.lost)
+
+
+def _make_message(unit: Unit) -> bool:
+    """Whether it is a put of one piece of an open region, which then has its message."""
+    if unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells) != 1:
+        return False
+    offset, nbytes = unit.cells.remote_runs()
+    unit.message = doorbell.message(unit.region, offset, nbytes, unit.notif)
+    return True
 
 
 def require_lease(memory: ArenaView, grant: ReadGrant) -> None:

@@ -31,6 +31,7 @@ from kv_transport.frames import (
     encode,
     refusal,
 )
+from kv_transport.small_puts import SmallPuts
 from kv_transport.types import PeerName
 
 
@@ -55,6 +56,7 @@ class ShmSession(OwnerSession):
         self._peer_text = str(peer)
         self._bell = bell
         self._page: AnswersGiven | None = None
+        self._puts: SmallPuts | None = None
         self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
         self._socket.takes_descriptors = True  # beside the first frame
         try:
@@ -117,16 +119,17 @@ class ShmSession(OwnerSession):
         if self._tickets or self._silent:
             self._hear()
         self._bell.heard()
+        if self._puts is None:
+            self._puts = self._around.ledger.small_puts(self)
         try:
-            seq, put, region, offset, nbytes, nonce, notif = doorbell.read(data, self.peer)
-            self._around.ledger.place_piece(self, put, region, offset, nbytes, nonce, notif)
+            seq, awaited = self._puts.take(data, self._page)
         except KVError as error:
             try:
                 self._send(refusal(doorbell.seq_of(data, self.peer), error))
             except FrameRefused as offence:
                 self._offence(str(offence))
             return
-        if self._page is None or self._page.give(seq):
+        if awaited:
             # Whoever waits for the notification is woken first, and may answer with a put.
             self._around.loop.call_soon(self._acknowledge, seq, self._bell.rung)
 
