@@ -1,4 +1,5 @@
-"""Compiles the index table. Without a compiler the package is the same, only slower; see `kv_prefix.index_table`."""
+"""Compiles the index table and the disk tier's reads. Without a compiler the package is the same, only slower; see
+`kv_prefix.index_table` and `kv_prefix.tiers.cell_io`."""
 
 from setuptools import Extension, setup
 
@@ -11,7 +12,14 @@ setup(
             extra_compile_args=["-O3"],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "kv_prefix._cell_io",
+            ["src/kv_prefix/_cell_io.c"],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from kv_prefix.tiers import manifest
+from kv_prefix.tiers import disk, manifest
 from kv_prefix.tiers.blocks import PlacedBlock
 from kv_prefix.tiers.catalog import TierCatalog
 from kv_prefix.tiers.disk import DiskShape, DiskStore
@@ -55,6 +55,18 @@ def test_a_thousand_random_blocks_come_back_equal(tmp_path: Path) -> None:
     assert held == placed
     shuffled = Random(1).sample(held, len(held))
     assert read_back(store, shuffled) == [content(item.block.sequence) for item in shuffled]
+    store.close()
+
+
+def test_a_long_run_is_read_in_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "READ_CELLS", 2 * SHAPE.num_layers + 1)  # two blocks a call
+    placed = fill(tmp_path, range(10))
+    with (tmp_path / "blocks").open("r+b") as file:
+        file.seek(placed[20].place * SHAPE.block_nbytes + 600)
+        file.write(bytes(8))
+    store, held = open_store(tmp_path, 64)
+    expected = [content(item.block.sequence) if item != placed[20] else None for item in held]
+    assert read_back(store, held) == expected
     store.close()
 
 

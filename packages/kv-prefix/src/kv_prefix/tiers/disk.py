@@ -19,22 +19,22 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kv_core.checksum import crc64_each
 from kv_core.namespace import HASH_SCHEME
 from kv_prefix.tiers import manifest
 from kv_prefix.tiers.blocks import PlacedBlock
+from kv_prefix.tiers.cell_io import cells_of, make_cell_reader, move_rest
 from kv_prefix.tiers.errors import TierConfigError, TierFullError, TierInUseError, TierIOError
 from kv_prefix.tiers.store import Cells
 
-IOV_MAX: Final = 1024
 WRITE_PIECE_BYTES: Final = 1 << 20
-READ_PIECE_BYTES: Final = 256 << 10
-"""Bytes of one call. Checked while they are in the cache, they cost half of what a second pass over memory costs."""
+"""Bytes of one call."""
+READ_CELLS: Final = 4096
+"""Layers that one call reads: a bound on the buffers that are held meanwhile."""
 RECORD_RESERVE: Final = 3
 """Records that room is kept for per block: the manifest grows to twice its need and is then copied."""
 SPARE_RECORDS: Final = 64
@@ -81,6 +81,8 @@ class DiskStore:
         self._shape = shape
         self._lock = lock
         self._num_places = num_places
+        self._reader = make_cell_reader(shape.layer_nbytes)
+        self._read_blocks = max(1, READ_CELLS // shape.num_layers)
         self.discarded = 0
         """Manifest bytes that were not whole and sound, or files of another shape, at opening."""
         self._live: dict[int, bytes] = {}
@@ -132,7 +134,7 @@ class DiskStore:
         self.forget(forget)
         try:
             for offset, run in self._runs(items):
-                for at, buffers in self._pieces(run, WRITE_PIECE_BYTES):
+                for at, buffers in self._pieces(run):
                     _write_all(self._blocks, buffers, offset + at * self._shape.layer_nbytes)
         except OSError as error:
             raise self._translate("blocks", error) from error
@@ -161,39 +163,16 @@ class DiskStore:
         for offset, run in runs:
             self._read_ahead(offset, len(run) * self._shape.block_nbytes)
         for offset, run in runs:
-            checks = [check for item, _ in run for check in item.block.layer_checks()]
-            sums = self._read_run(offset, [cell for _, cells in run for cell in cells])
-            whole = sums == checks
-            for i, (item, _) in enumerate(run):
-                mine = slice(i * num_layers, (i + 1) * num_layers)
-                sound[item.place] = whole or sums[mine] == checks[mine]
+            # A bound on the buffers that one call holds.
+            for at in range(0, len(run), self._read_blocks):
+                part = run[at : at + self._read_blocks]
+                checks = b"".join([item.block.checks for item, _ in part])
+                cells = [cell for _, cells in part for cell in cells]
+                found = self._reader.read(self._blocks, offset, cells, checks)
+                for i, (item, _) in enumerate(part):
+                    sound[item.place] = 0 not in found[i * num_layers : (i + 1) * num_layers]
+                offset += len(part) * self._shape.block_nbytes
         return [sound[item.place] for item, _ in items]
-
-    def _read_run(self, offset: int, layers: Sequence[memoryview]) -> list[int | None]:
-        """Fill layers that follow one another in the file; the CRC-64 of each, None where bytes are missing."""
-        layer_nbytes, fd, preadv = self._shape.layer_nbytes, self._blocks, os.preadv
-        most = self._layers_of(READ_PIECE_BYTES)
-        sums: list[int | None] = []
-        # What a piece costs besides its bytes is paid a thousand times for 256 MiB: no more is done than is needed.
-        for at in range(0, len(layers), most):
-            buffers = layers[at : at + most]
-            wanted = len(buffers) * layer_nbytes
-            try:
-                got = preadv(fd, buffers, offset)
-                if got != wanted:
-                    got = _go_on(preadv, fd, buffers, offset, got)
-            except OSError:
-                # A bad place of the device: what lies behind it may be sound.
-                got = 0
-            # Summed right after they came: the bytes are still in the processor's cache.
-            if got == wanted:
-                sums += crc64_each(buffers)
-            else:
-                num_whole = got // layer_nbytes
-                sums += crc64_each(buffers[:num_whole])
-                sums += [None] * (len(buffers) - num_whole)
-            offset += wanted
-        return sums
 
     def clear(self) -> None:
         """Forget everything and give the disk its room back.
@@ -332,13 +311,9 @@ class DiskStore:
         if run:
             yield run[0][0].place * self._shape.block_nbytes, run
 
-    def _layers_of(self, piece_nbytes: int) -> int:
-        """Layers that one call moves."""
-        return max(1, min(IOV_MAX, piece_nbytes // self._shape.layer_nbytes))
-
-    def _pieces(self, run: Sequence[_Item], piece_nbytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+    def _pieces(self, run: Sequence[_Item]) -> Iterator[tuple[int, list[memoryview]]]:
         """The layers of a run, cut into calls; each with the number of its first layer, counted over the run."""
-        most = self._layers_of(piece_nbytes)
+        most = cells_of(WRITE_PIECE_BYTES, self._shape.layer_nbytes)
         layers = [cell for _, cells in run for cell in cells]
         for at in range(0, len(layers), most):
             yield at, layers[at : at + most]
@@ -367,25 +342,4 @@ def _write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     nbytes = sum([buffer.nbytes for buffer in buffers])
     moved = os.pwritev(fd, buffers, offset)
     if moved < nbytes:
-        _go_on(os.pwritev, fd, buffers, offset, moved)
-
-
-def _go_on(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    buffers: Sequence[memoryview],
-    offset: int,
-    moved: int,
-) -> int:
-    """After a short read or write of `moved` bytes, move the rest; the number of bytes moved in all."""
-    total = 0
-    left = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers]
-    while moved:
-        total += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if not left:
-            break
-        left[0] = left[0][moved:]
-        moved = move(fd, left, offset + total)
-    return total
+        move_rest(os.pwritev, fd, buffers, offset, moved)

@@ -1,0 +1,6 @@
+from kv_core.checksum import Buffer
+
+def read_cells(
+    fd: int, offset: int, cells: list[memoryview], nbytes: int, most: int, checks: Buffer, scratch: Buffer, /
+) -> bytes: ...
+def wide() -> bool: ...
