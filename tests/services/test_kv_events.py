@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 
 import msgspec
@@ -18,7 +20,7 @@ from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import Tier
 from kv_prefix.prefix_index import Holder, PrefixIndex
-from kv_services.kv_events import follow_state, publish
+from kv_services.kv_events import follow, follow_state, publish
 from kv_services.kv_events.follow import ASKS_MAX, EngineEvents
 from kv_services.kv_events.follow_state import AskReplay, Cleared, Effect, EngineFollower, Removed, Stored
 from kv_services.kv_events.publish import EventPublisher, EventsBindError
@@ -42,6 +44,7 @@ class Engine:
         self.log: list[Sequence[KVEvent]] = []
         self.held: set[tuple[Tier, bytes]] = set()
         self.asked = 0
+        self.began_s = 0.0
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -58,11 +61,12 @@ class Engine:
 
     def replay(self, start: int) -> None:
         for number in range(start, len(self.log)):
-            self.perform(self.follower.batch(number, self.log[number], replayed=True))
+            sent_s = self.began_s + number
+            self.perform(self.follower.batch(number, self.log[number], replayed=True, sent_s=sent_s))
         self.perform(self.follower.replay_ended())
 
     def hear(self, number: int) -> None:
-        self.perform(self.follower.batch(number, self.log[number]))
+        self.perform(self.follower.batch(number, self.log[number], sent_s=self.began_s + number))
 
     def truth(self) -> set[tuple[Tier, bytes]]:
         """What a follower that heard everything in order knows."""
@@ -119,7 +123,7 @@ def test_an_old_store_delivered_late_does_not_bring_a_block_back() -> None:
 def test_what_a_replay_cannot_give_is_dropped_not_guessed() -> None:
     follower = EngineFollower(NS)
     assert follower.batch(0, [stored(1, 2)])
-    assert follower.batch(5, [stored(2, 1)]) == [AskReplay(1)]
+    assert follower.batch(5, [stored(2, 1)]) == [AskReplay(0)]
     effects = follower.replay_ended()
     assert effects[0] == Cleared() and isinstance(effects[1], Stored)
     assert follower.stats.resets == 1
@@ -136,6 +140,75 @@ def test_an_engine_that_begins_anew_is_followed_anew() -> None:
     engine.log = [[stored(8, 1)], [stored(9, 1)]]
     engine.hear(1)
     assert engine.held == engine.truth() and len(engine.held) == 2
+
+
+@pytest.mark.parametrize("number", [4, 5, 8])
+def test_a_new_life_whose_numbers_go_on_is_told_by_the_time_of_an_event_that_is_known(number: int) -> None:
+    """Whoever was cut off while an engine restarted hears of it when its new numbers have passed the old ones."""
+    engine = Engine()
+    engine.log = [[stored(seed, 1)] for seed in range(5)]
+    for old in range(5):
+        engine.hear(old)
+    engine.log, engine.began_s = [[stored(seed, 1)] for seed in range(20, 20 + number + 1)], 1_000.0
+    if number == 5:
+        # Nothing is missing then: it is asked because the connection broke. The answer may come after the next event.
+        asked = engine.follower.reconnected()
+        engine.hear(number)
+        assert asked == [AskReplay(4)] and engine.asked == 0
+        engine.perform(asked)
+    else:
+        engine.hear(number)
+    assert engine.held == engine.truth()
+
+
+def test_the_same_engine_in_reach_again_costs_one_question_and_nothing_that_is_known() -> None:
+    engine = Engine()
+    engine.perform(engine.follower.reconnected())
+    assert engine.asked == 0
+    engine.log, engine.began_s = [[stored(seed, 1)] for seed in range(5)], 1_000.0
+    for number in range(4):
+        engine.hear(number)
+    engine.perform(engine.follower.reconnected())
+    assert engine.asked == 1 and engine.held == engine.truth() and engine.follower.stats.resets == 0
+
+
+def test_a_time_that_is_no_number_makes_no_event_another() -> None:
+    follower = EngineFollower(NS)
+    for _ in range(2):
+        effects = follower.batch(0, [stored(1, 1)], sent_s=math.nan)
+    assert effects == [] and follower.stats.duplicates == 1
+
+
+def test_the_end_of_one_replay_is_not_taken_for_that_of_another() -> None:
+    new = [[stored(seed, 1)] for seed in range(20, 29)]
+    follower, asked = EngineFollower(NS), list[Effect]()
+    for number in range(5):
+        follower.batch(number, [stored(number, 1)], sent_s=number)
+    asked += follower.batch(8, new[8], sent_s=108.0)
+    for number in range(4, 9):
+        asked += follower.batch(number, new[number], replayed=True, sent_s=100.0 + number)
+    assert [effect for effect in asked if isinstance(effect, AskReplay)] == [AskReplay(4), AskReplay(0)]
+    assert follower.replay_ended() == []
+    effects = [
+        effect
+        for number in range(9)
+        for effect in follower.batch(number, new[number], replayed=True, sent_s=100.0 + number)
+    ]
+    assert len(effects) == 9 and all(isinstance(effect, Stored) for effect in effects)
+    assert follower.replay_ended() == [] and follower.num_replays == follower.stats.resets == 0
+
+
+def test_an_engine_out_of_reach_holds_nothing_and_is_heard_as_at_first_when_it_is_back() -> None:
+    engine = Engine()
+    engine.perform(engine.follower.unreachable())
+    engine.log = [[stored(seed, 1)] for seed in range(5)]
+    for number in range(5):
+        engine.hear(number)
+    engine.perform(engine.follower.unreachable())
+    assert engine.held == set()
+    engine.log += [[removed(0)], [stored(7, 2)]]
+    engine.hear(6)
+    assert engine.held == engine.truth() and engine.asked == 1
 
 
 def test_tiers_adapters_and_absent_extra_keys() -> None:
@@ -211,6 +284,57 @@ async def test_a_follower_of_a_node_knows_what_the_node_holds_also_from_the_midd
         await publisher.close()
         await follower.close()
         await asyncio.gather(*running)
+
+
+async def test_what_an_engine_held_that_is_gone_is_dropped_and_one_that_is_soon_back_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody hears of a crash in events: what a dead engine held would be listed for ever."""
+    monkeypatch.setattr(follow, "GONE_S", 300.0)
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in pick_ports(2))
+    index = PrefixIndex()
+    names = hash_tokens(NS, tokens(1, 2))
+    follower = EngineEvents(Holder(NodeId("node"), Incarnation(1)), events, replay, EngineFollower(NS), index)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - sockets know no event of ours
+                await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def engine() -> AsyncIterator[EventPublisher]:
+        publisher = EventPublisher(events, replay, SIZE, SystemClock(), lambda digest: True)
+        await publisher.start()
+        running = asyncio.create_task(publisher.run())
+        try:
+            yield publisher
+        finally:
+            await publisher.close()
+            await running
+
+    def heard(publisher: EventPublisher) -> bool:
+        pool = BlockPool(8, SIZE, region=RegionId(1))
+        opened = pool.open("r", None, 2)
+        pool.commit(opened.table, NS.digest, 0, names, tokens(1, 2))
+        publisher.pool_events(pool.take_events())
+        return bool(index.lookup(names))
+
+    await follower.start()
+    running = asyncio.create_task(follower.run())
+    try:
+        async with engine() as publisher:
+            await until(lambda: heard(publisher))
+        await until(lambda: follower._gone_at is not None)
+        async with engine():
+            await until(lambda: follower._gone_at is None)
+            assert index.lookup(names)[0].num_blocks == 2
+            monkeypatch.setattr(follow, "GONE_S", 0.0)
+        await until(lambda: not index.lookup(names))
+        async with engine() as publisher:
+            await until(lambda: heard(publisher))
+    finally:
+        await follower.close()
+        await running
 
 
 async def test_an_address_in_use_is_one_error_that_names_it() -> None:

@@ -4,7 +4,9 @@ A supervised child: `start`, `run`, `close`. What the events mean is decided by 
 """
 
 import asyncio
+import itertools
 import logging
+import struct
 from typing import Final
 
 import zmq
@@ -22,6 +24,10 @@ ENDS_A_TURN: Final = 1_000
 """Of blocks that ended by the thousand, written down between two looks at the sockets: less than a millisecond."""
 ASKS_MAX: Final = 16
 """Replays that are asked for and not sent yet, while nobody listens where they are answered."""
+GONE_S: Final = 10.0
+"""How long an engine may be out of reach before what is known of it is dropped."""
+_MONITORS: Final = itertools.count(1)
+_EVENT: Final = struct.Struct("=hi")
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +48,7 @@ class EngineEvents:
         self._endpoints = events, replay
         self._index = index
         self._replay_until: float | None = None
+        self._gone_at: float | None = None
         self._closed: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -50,6 +57,12 @@ class EngineEvents:
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
         self._dealer = self._context.socket(zmq.DEALER)
+        # A name that is never used again: one after a descriptor collides when the descriptor is reused.
+        name = f"inproc://kv-followed-{next(_MONITORS)}"
+        self._sub.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        self._monitor.connect(name)
         for socket, endpoint in zip((self._sub, self._dealer), self._endpoints, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
@@ -62,9 +75,16 @@ class EngineEvents:
         while not self._closed.is_set():
             heard, tidying = self._hear(), self.follower.record.tidy(ENDS_A_TURN)
             busy = heard or tidying
-            if self._replay_until is not None and asyncio.get_running_loop().time() >= self._replay_until:
+            self._look_at_connection()
+            now_s = asyncio.get_running_loop().time()
+            if self._replay_until is not None and now_s >= self._replay_until:
                 _log.warning("no replay holder=%s: what is known of it is dropped", self.holder.node)
-                self._replay_over()
+                self._replay_until = None
+                self._perform(self.follower.replay_missed())
+            if self._gone_at is not None and now_s >= self._gone_at:
+                _log.warning("out of reach holder=%s: what is known of it is dropped", self.holder.node)
+                self._gone_at = self._replay_until = None
+                self._perform(self.follower.unreachable())
             try:
                 await asyncio.wait_for(self._closed.wait(), 0.0 if busy else POLL_S)
             except TimeoutError:
@@ -73,6 +93,8 @@ class EngineEvents:
     async def close(self) -> None:
         if self._closed is not None and not self._closed.is_set():
             self._closed.set()
+            self._sub.disable_monitor()
+            self._monitor.close(0)
             self._sub.close(0)
             self._dealer.close(0)
             self._context.term()
@@ -104,9 +126,25 @@ class EngineEvents:
                     _log.warning("event refused holder=%s cause=%s", self.holder.node, error)
         return heard >= BATCHES_A_TURN
 
+    def _look_at_connection(self) -> None:
+        """Notice an engine that goes, and one that is back before it counts as gone."""
+        while True:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            number, _ = _EVENT.unpack(frames[0])
+            if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if self._gone_at is not None:
+                    self._perform(self.follower.reconnected())
+                self._gone_at = None
+            elif number == zmq.EVENT_DISCONNECTED:
+                self._gone_at = asyncio.get_running_loop().time() + GONE_S
+
     def _replay_over(self) -> None:
-        self._replay_until = None
         self._perform(self.follower.replay_ended())
+        if not self.follower.num_replays:
+            self._replay_until = None
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -4,9 +4,11 @@ Pure. Names of blocks are made here from their tokens, so the engine's hash sche
 used to find a block's parent and to know what is removed.
 
 F1: events take effect in the order of their numbers, each once, whatever the order of arrival. A stream whose numbers
-    go back is a new life of the engine, of which everything is asked for.
+    go back is a new life of the engine, of which everything is asked for. So is one in which an event comes again as
+    sent at another time: a replay begins with the last event that is known, and one is asked for after each reconnect.
 F2: a hole is asked for once; while its replay is under way later batches wait (bounded).
-F3: what a replay could not give is given up: everything known is dropped, so that no block stays that may be gone.
+F3: what a replay could not give is given up: everything known is dropped, so that no block stays that may be gone. The
+    same goes for an engine that is out of reach for long.
 F4: a block whose parent is not known is not entered, and counted.
 F5: what is remembered of an engine is bounded; beyond the bound everything known is dropped.
 F6: of a block that is not held any more it can say how it ended (bounded), and of one that it never heard of, which
@@ -26,6 +28,8 @@ from kv_services.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStor
 
 MAX_WAITING: Final = 4096
 """Batches that wait for a replay; beyond that the hole is given up."""
+RECENT: Final = 256
+"""Events of which it is remembered when they were sent: one of them, sent again at another time, is of another life."""
 MAX_KNOWN: Final = 1 << 22
 """Blocks of one engine; one that tells of more, without a removal, is begun anew. About a gigabyte."""
 
@@ -98,8 +102,9 @@ class EngineFollower:
         self._next = 0
         self._streamed = -1
         self._waiting: dict[int, tuple[float, Sequence[KVEvent]]] = {}
-        self._replaying = False
+        self._replays = 0
         self._life = 1
+        self._sent_s: dict[int, float] = {}
         self._lost: Gap | None = None
         self._cleared: EventRef | None = None
         self._orphaned: EventRef | None = None
@@ -117,6 +122,11 @@ class EngineFollower:
     def num_heard(self) -> int:
         """Batches that took effect, since the start."""
         return self.stats.applied
+
+    @property
+    def num_replays(self) -> int:
+        """Replays that were asked for and have not ended."""
+        return self._replays
 
     @property
     def life(self) -> int:
@@ -152,36 +162,64 @@ class EngineFollower:
             sent_s: when it was sent, by the engine's clock.
         """
         if not replayed and sequence < self._streamed:
-            return self._began_anew(sequence, events, sent_s)
+            return self._began_anew(sequence, events, sent_s, f"after event {self._streamed} came event {sequence}")
         if not replayed:
             self._streamed = sequence
+        known_s = self._sent_s.get(sequence, sent_s)
+        if known_s < sent_s or known_s > sent_s:  # what is no number is never of another time
+            return self._began_anew(sequence, events, sent_s, f"event {sequence} came as sent at another time")
         if sequence < self._next or sequence in self._waiting:
             self.stats.duplicates += 1
             return []
         self._waiting[sequence] = sent_s, events
         effects = self._drain()
-        if self._waiting and not self._replaying:
-            self._replaying = True
+        if self._waiting and not self._replays:
+            self._replays = 1
             self.stats.recoveries += 1
-            effects.append(AskReplay(self._next))
+            # The last one that is known comes along: whether it is still the same event tells whether the engine is.
+            effects.append(AskReplay(max(0, self._next - 1)))
         elif len(self._waiting) > MAX_WAITING:
             effects += self._give_up()
         return effects
 
     def replay_ended(self) -> list[Effect]:
-        """The engine has given what it still had."""
-        self._replaying = False
+        """The engine has given what it still had, to one question."""
+        self._replays = max(0, self._replays - 1)
+        return self._give_up() if self._waiting and not self._replays else []
+
+    def replay_missed(self) -> list[Effect]:
+        """No question is answered any more."""
+        self._replays = 0
         return self._give_up() if self._waiting else []
 
-    def _began_anew(self, sequence: int, events: Sequence[KVEvent], sent_s: float) -> list[Effect]:
-        """A stream's numbers only grow, so the engine has begun a new life; or its past comes again. Ask which."""
+    def reconnected(self) -> list[Effect]:
+        """The engine is in reach again. Whether it is still the same one tells the last of its events."""
+        if self._streamed < 0:
+            return []
+        self._replays += 1
+        return [AskReplay(max(0, self._next - 1))]
+
+    def unreachable(self) -> list[Effect]:
+        """The engine is out of reach for long and may hold nothing by now. What it tells next is heard as at first."""
+        if self._streamed < 0:
+            return []
+        at = EventRef(self._life, self._next - 1, self._sent_s.get(self._next - 1, 0.0))
+        self._waiting.clear()
+        self._life += 1
+        self._replays, self._streamed, self._lost, self._orphaned = 0, -1, None, None
+        self.stats.resets += 1
+        return self._reset(0, at, f"it is out of reach since event {at.sequence}")
+
+    def _began_anew(self, sequence: int, events: Sequence[KVEvent], sent_s: float, cause: str) -> list[Effect]:
+        """A stream's numbers only grow and an event is sent once, so the engine has begun a new life; or its past comes
+        again. Ask which."""
         self._waiting.clear()
         self._life += 1
         self._lost = self._orphaned = None
         at = EventRef(self._life, sequence, sent_s)
-        effects = self._reset(0, at, f"after event {self._streamed} came event {sequence}: it begins anew")
+        effects = self._reset(0, at, f"{cause}: it begins anew")
         self._streamed, self._waiting[sequence] = sequence, (sent_s, events)
-        self._replaying = True
+        self._replays += 1
         self.stats.recoveries += 1
         return [*effects, *self._drain(), AskReplay(0)]
 
@@ -196,6 +234,7 @@ class EngineFollower:
     def _reset(self, following: int, at: EventRef, cause: str) -> list[Effect]:
         self._forget_all(Gone(Fate.DROPPED, at, cause))
         self._next = following
+        self._sent_s.clear()
         self._waiting = {number: batch for number, batch in self._waiting.items() if number >= following}
         return [Cleared()]
 
@@ -208,6 +247,9 @@ class EngineFollower:
         while (batch := self._waiting.pop(self._next, None)) is not None:
             at = EventRef(self._life, self._next, batch[0])
             self._next += 1
+            self._sent_s[at.sequence] = batch[0]
+            if len(self._sent_s) > RECENT:
+                del self._sent_s[next(iter(self._sent_s))]
             self.stats.applied += 1
             for event in batch[1]:
                 effects += self._apply(event, at)
