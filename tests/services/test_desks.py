@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kv_client.errors import HolderLost, translate
-from kv_client.messages import FinishPut, NamespaceFields, PinBlocks, PutStored, ReservePut
+from kv_client.messages import BlocksPinned, FinishPut, NamespaceFields, PinBlocks, PutStored, ReservePut, UnpinBlocks
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_core.clock import SystemClock
 from kv_core.hashing import hash_tokens, token_bytes, token_digest
@@ -26,10 +26,12 @@ from kv_services.past_requests import PastRequests
 from kv_services.replica import service
 from kv_services.replica.service import ReplicaService
 from kv_transport.errors import InvalidDescriptor
+from kv_transport.types import PeerName
 from tests.services.helpers_node_tiers import Life
 
 NS = Namespace("model", "weights", block_size=4)
 TOKENS = list(range(8))
+LIFE = Incarnation(1)
 
 
 def test_past_requests_are_remembered_within_their_number_and_bytes() -> None:
@@ -105,7 +107,7 @@ async def test_a_leaving_node_takes_no_put_and_no_pin_and_lends_nothing_once_its
     fields, raw = NamespaceFields.of(NS), token_bytes(list(range(100, 108)))
 
     def asks(message: object) -> Any:
-        return SimpleNamespace(message=message, sender=NodeId("writer"), deadline_ns=10**18)
+        return SimpleNamespace(message=message, sender=NodeId("writer"), incarnation=LIFE, deadline_ns=10**18)
 
     with pytest.raises(HolderLeavingError):
         await clients._on_reserve(asks(ReservePut(fields, raw, 2, 10**9)))
@@ -140,13 +142,58 @@ async def test_how_a_put_ended_is_told_to_its_client_alone() -> None:
     desk = ClientDesk(cast(NodeContext, SimpleNamespace()), lambda node: False, lambda node: None, set)
     done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     done.set_result(5)
-    desk._ended[7] = _Put(NodeId("writer"), cast(Any, None), done)
+    desk._ended[7] = _Put(PeerName(NodeId("writer"), LIFE), cast(Any, None), done)
 
-    async def ask(sender: str) -> object:
-        return await desk._on_finish(cast(Any, SimpleNamespace(message=FinishPut(7), sender=NodeId(sender))))
+    async def ask(sender: str, life: Incarnation = LIFE) -> object:
+        asked = SimpleNamespace(message=FinishPut(7), sender=NodeId(sender), incarnation=life)
+        return await desk._on_finish(cast(Any, asked))
 
     with pytest.raises(UnknownReceiptError):
         await ask("another")
+    with pytest.raises(UnknownReceiptError):
+        await ask("writer", Incarnation(2))
     assert await ask("writer") == PutStored(5)
     with pytest.raises(UnknownReceiptError):
         await ask("writer")
+
+
+def test_the_pins_of_a_client_s_former_life_end_with_its_session_though_the_next_has_one() -> None:
+    """A host that vanished shows in its session only after a silence; by then its successor may be at work."""
+    pool = BlockPool(8, 4, region=RegionId(1))
+    names = hash_tokens(NS, TOKENS)
+    opened = pool.open("r", None, 2)
+    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
+    pool.release(opened.table)
+    geometry = SimpleNamespace(block_size=4, dtype=NS.dtype)
+    parts = SimpleNamespace(
+        pool=pool,
+        node_id=NodeId("n"),
+        block_size=4,
+        arena=SimpleNamespace(geometry=geometry),
+        flush_pool_events=lambda: None,
+    )
+    ended: list[NodeId] = []
+    desk = ClientDesk(cast(NodeContext, parts), lambda node: False, ended.append, lambda: {NodeId("reader")})
+    fields = NamespaceFields.of(NS)
+    sessions = {"pinner#1", "reader#1"}
+
+    def of(life: int, message: object) -> Any:
+        return SimpleNamespace(message=message, sender=NodeId("pinner"), incarnation=Incarnation(life))
+
+    def pins() -> int:
+        desk.tick(lambda: sessions)
+        return desk.open_things()["client pins"]
+
+    first = desk._on_pin(of(1, PinBlocks(fields, token_bytes(TOKENS), 2)))
+    sessions.add("pinner#2")
+    second = desk._on_pin(of(2, PinBlocks(fields, token_bytes(TOKENS), 2)))
+    assert isinstance(first, BlocksPinned) and isinstance(second, BlocksPinned)
+    assert pins() == 2 and ended == []
+    sessions.remove("pinner#1")
+    assert pins() == 1
+    with pytest.raises(UnknownReceiptError):
+        desk._on_unpin(of(2, UnpinBlocks(first.pin_id)))
+    sessions.remove("reader#1")
+    assert pins() == 1 and ended == ["reader"]
+    desk._on_unpin(of(2, UnpinBlocks(second.pin_id)))
+    assert pins() == 0 and not pool.holds()

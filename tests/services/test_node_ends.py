@@ -10,7 +10,7 @@ from kv_client.messages import FinishPut, PutReserved, ReservePut
 from kv_core.dtypes import DType
 from kv_core.errors import KVError
 from kv_core.hashing import token_bytes
-from kv_core.ids import NodeId, RegionId
+from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_core.namespace import Namespace
 from kv_core.testing import ManualClock
 from kv_prefix.block_pool import BlockPool
@@ -90,7 +90,7 @@ def context(pool: BlockPool, transfer: _Never) -> NodeContext:
 
 
 def request(message: object) -> Any:
-    return SimpleNamespace(message=message, sender=NodeId("peer"), deadline_ns=1 << 62)
+    return SimpleNamespace(message=message, sender=NodeId("peer"), incarnation=Incarnation(1), deadline_ns=1 << 62)
 
 
 async def test_a_node_that_ends_does_not_wait_for_a_prefix_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 K1: a put becomes findable whole, after every byte was verified, or not at all; its slots go back only when its writer
     can write no more.
 K2: what a client holds (leases, pins, puts) ends with its transfer session: a client that died gives everything back
-    as soon as the transport sees its end (a pidfd, a broken connection), not by time alone.
+    as soon as the transport sees its end (a pidfd, a broken connection), not by time alone. Pins and puts are of one
+    life of a client: they end with its session though its next life has one already. Leases end by time in any case.
 K3: a client pins within the pool's quota.
 K4: a leaving node takes no put and no pin: what came after its blocks were given away would be lost with it. Puts that
     had begun end first, and are given away with the rest.
@@ -36,11 +37,13 @@ from kv_core.errors import KVError
 from kv_core.hashing import BlockHash, hash_tokens
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Namespace
+from kv_core.wire import Message
 from kv_prefix.errors import HolderLeavingError, InvalidRequestError, NotHeldError, UnknownReceiptError
 from kv_prefix.pins import Receipt
 from kv_prefix.pool_types import PoolMatch
 from kv_services.node.context import NodeContext
 from kv_transport import Inbound
+from kv_transport.types import PeerName
 
 PUTS_PER_CLIENT_MAX: Final = 64
 PUTS_REMEMBERED_MAX: Final = 1024
@@ -52,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Put:
-    client: NodeId
+    client: PeerName
     inbound: Inbound
     done: "asyncio.Future[int]"
     task: "asyncio.Task[None] | None" = None
@@ -60,7 +63,7 @@ class _Put:
 
 @dataclass(slots=True)
 class _Client:
-    """What one client holds."""
+    """What one life of a client holds."""
 
     pins: dict[int, Receipt] = field(default_factory=dict)
     puts: set[int] = field(default_factory=set)
@@ -86,7 +89,7 @@ class ClientDesk:
         self._is_member = is_member
         self._end_leases = end_leases
         self._reads = reads
-        self._clients: dict[NodeId, _Client] = {}
+        self._clients: dict[PeerName, _Client] = {}
         self._puts: dict[int, _Put] = {}
         self._ended: dict[int, _Put] = {}
         self._ids = itertools.count(1)
@@ -117,12 +120,14 @@ class ClientDesk:
         Args:
             sessions: the transfer sessions that are open now, as `node#incarnation`; asked only if anybody holds.
         """
-        holding = set(self._clients) | {reader for reader in self._reads() if not self._is_member(reader)}
-        if not holding:
+        readers = {reader for reader in self._reads() if not self._is_member(reader)}
+        if not self._clients and not readers:
             return
-        connected = {name.partition("#")[0] for name in sessions()}
-        for client in holding - connected:
+        connected = sessions()
+        for client in [client for client in self._clients if str(client) not in connected]:
             self._gone(client)
+        for reader in readers - {NodeId(name.partition("#")[0]) for name in connected}:
+            self._end_leases(reader)
 
     async def close(self) -> None:
         """End every put and pin, until their slots are free or in quarantine: a stopped client holds nothing up.
@@ -137,11 +142,8 @@ class ClientDesk:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _gone(self, client: NodeId) -> None:
-        self._end_leases(client)
-        held = self._clients.pop(client, None)
-        if held is None:
-            return
+    def _gone(self, client: PeerName) -> None:
+        held = self._clients.pop(client)
         _log.warning("client gone client=%s pins=%d puts=%d", client, len(held.pins), len(held.puts))
         for receipt in held.pins.values():
             self._ctx.pool.release(receipt)
@@ -164,8 +166,8 @@ class ClientDesk:
         return Existing(flags)
 
     async def _on_reserve(self, request: Request[ReservePut]) -> Reply:
-        ctx, message, client = self._ctx, request.message, request.sender
-        await ctx.introductions.ensure(client, request.deadline_ns)
+        ctx, message, client = self._ctx, request.message, _client_of(request)
+        await ctx.introductions.ensure(client.node, request.deadline_ns)
         namespace, size = self._namespace(message.namespace), ctx.block_size
         names = self._names(namespace, message.tokens, message.num_blocks)
         match = self._match(namespace, names, message.tokens)
@@ -178,14 +180,14 @@ class ClientDesk:
         if len(held.puts) >= PUTS_PER_CLIENT_MAX:
             raise InvalidRequestError(name="puts", value=len(held.puts), rule=f"at most {PUTS_PER_CLIENT_MAX} at once")
         ctx.replica.know(namespace)
-        opened = ctx.pool.open(f"put by {client}", match, message.num_blocks - first, use_partial=False)
+        opened = ctx.pool.open(f"put by {client.node}", match, message.num_blocks - first, use_partial=False)
         ctx.flush_pool_events()
         refs = opened.refs[first:]
         ctx.prepare(refs)
         name = RequestId(f"put-{put_id}")
         try:
             grant = ctx.transfers.grant_writes(
-                name, refs, seq_start=first * size, seq_end=message.num_blocks * size, writer=client
+                name, refs, seq_start=first * size, seq_end=message.num_blocks * size, writer=client.node
             )
         except KVError:
             ctx.pool.release(opened.table)
@@ -241,31 +243,32 @@ class ClientDesk:
     async def _on_finish(self, request: Request[FinishPut]) -> Reply:
         put_id = request.message.put_id
         put = self._puts.get(put_id) or self._ended.get(put_id)
-        if put is None or put.client != request.sender:
+        if put is None or put.client != _client_of(request):
             raise UnknownReceiptError(receipt=put_id, owner=request.sender)
         self._ended.pop(put_id, None)
         return PutStored(await asyncio.shield(put.done))
 
     def _on_pin(self, request: Request[PinBlocks]) -> Reply:
-        message, client = request.message, request.sender
+        message, client = request.message, _client_of(request)
         self._refuse_if_leaving()
         namespace = self._namespace(message.namespace)
         names = self._names(namespace, message.tokens, message.num_blocks)
         match = self._match(namespace, names, message.tokens)
         if len(match.refs) < message.num_blocks:
             raise NotHeldError(prefix_hash=names[-1].sequence.hex())
-        receipt = self._ctx.pool.pin(f"client {client}", match)
+        receipt = self._ctx.pool.pin(f"client {client.node}", match)
         pin_id = next(self._ids)
         self._clients.setdefault(client, _Client()).pins[pin_id] = receipt
         return BlocksPinned(pin_id)
 
     def _on_unpin(self, request: Request[UnpinBlocks]) -> Reply:
-        held = self._clients.get(request.sender)
+        client = _client_of(request)
+        held = self._clients.get(client)
         receipt = held.pins.pop(request.message.pin_id, None) if held else None
         if receipt is None:
             raise UnknownReceiptError(receipt=request.message.pin_id, owner=request.sender)
         self._ctx.pool.release(receipt)
-        self._drop_if_empty(request.sender)
+        self._drop_if_empty(client)
         self._ctx.flush_pool_events()
         return Unpinned()
 
@@ -273,7 +276,7 @@ class ClientDesk:
         if self.leaving:
             raise HolderLeavingError(node=self._ctx.node_id)
 
-    def _drop_if_empty(self, client: NodeId) -> None:
+    def _drop_if_empty(self, client: PeerName) -> None:
         held = self._clients.get(client)
         if held is not None and not held.pins and not held.puts:
             del self._clients[client]
@@ -304,3 +307,8 @@ class ClientDesk:
         raw = tokens[: 4 * len(names) * namespace.block_size] + bytes(4)
         match = self._ctx.pool.match(namespace.digest, names, raw)
         return PoolMatch(match.namespace, match.block_hashes, match.refs, None, len(match.refs) * namespace.block_size)
+
+
+def _client_of(request: Request[Message]) -> PeerName:
+    """The life of a client that asks; its transfer sessions have the same name."""
+    return PeerName(request.sender, request.incarnation)
