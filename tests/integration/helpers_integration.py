@@ -17,6 +17,7 @@ import msgspec
 
 from kv_core.block import BlockGeometry
 from kv_services.config import (
+    BusSection,
     ClusterConfig,
     LimitsSection,
     ModelSection,
@@ -259,6 +260,7 @@ async def running(
     codec: str = "auto",
     routing: RoutingSection | None = None,
     replication: ReplicationSection | None = None,
+    bus: BusSection | None = None,
     model: ModelSection = MODEL,
 ) -> AsyncIterator[Fabric]:
     """A cluster whose members all know each other; on the way out nothing of it may be left."""
@@ -278,6 +280,7 @@ async def running(
             ),
             tenants=tenants,
             tiers=tiers,
+            bus=bus,
             model=model,
         )
         cluster_section = msgspec.structs.replace(config.cluster, operator_keys=list(operator_keys))
