@@ -39,6 +39,17 @@ def demo(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
+def comes(run: "subprocess.Popen[str]", moment: str) -> None:
+    """Wait until the demo says that."""
+    assert run.stderr is not None
+    seen = []
+    for line in run.stderr:
+        seen.append(line)
+        if moment in line:
+            return
+    pytest.fail(f"{moment!r} never came: {seen}")
+
+
 def marked(folder: Path) -> list[str]:
     """The processes that were started with temporary files in that folder."""
     found = []
@@ -81,14 +92,7 @@ def test_the_demo_answers_moves_shares_and_says_the_same_as_one_process(short_tm
 )
 def test_ended_at_any_moment_the_demo_leaves_nothing(short_tmp: Path, moment: str, number: signal.Signals) -> None:
     with demo(short_tmp, "--requests", "1") as run:
-        assert run.stderr is not None
-        seen = []
-        for line in run.stderr:
-            seen.append(line)
-            if moment in line:
-                break
-        else:
-            pytest.fail(f"{moment!r} never came: {seen}")
+        comes(run, moment)
         run.send_signal(number)
         _, told = run.communicate()
         assert run.returncode == 128 + number, told
@@ -98,12 +102,10 @@ def test_ended_at_any_moment_the_demo_leaves_nothing(short_tmp: Path, moment: st
 
 def test_a_killed_demo_takes_its_processes_with_it(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with demo(short_tmp, "--requests", "1") as run:
-        assert run.stderr is not None
-        while "decode-1 ready" not in run.stderr.readline():
-            pass
+        comes(run, "decode-1 ready")
         run.kill()
     # Its children hold the other end of no pipe, so they are waited for by looking.
-    for _ in range(200):
+    for _ in range(1200):
         if not marked(short_tmp):
             break
         subprocess.run(["/bin/sleep", "0.05"], check=True)
