@@ -14,10 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from kv_core.block import BlockGeometry
 from kv_core.errors import KVError
 from kv_core.ids import NodeId, RegionId, RequestId
 from kv_transport import Access, SharedBuffer, TransferAgent, WriteGrant, XferDesc, XferOp, XferState
+from kv_transport.backends.base import Link
 from kv_transport.backends.memory_network import MemoryFaults, MemoryNetwork
+from kv_transport.backends.shm_link import ShmLink
+from kv_transport.backends.ucx_link import UcxLink
 from kv_transport.config import TransportName
 from kv_transport.errors import (
     AgentClosed,
@@ -33,6 +37,7 @@ from kv_transport.errors import (
     TransferCancelled,
     TransferTimeout,
 )
+from kv_transport.frames import Fence, Fenced, Frame, FromOwner, Keyed, Mapped
 from kv_transport.handover import Handover
 from kv_transport.inbound import Inbound
 from tests.transport.helpers_backends import BACKENDS, Place
@@ -340,6 +345,52 @@ async def test_after_a_fence_nothing_lands(place: Place) -> None:
             await handover.cancel()
             assert handover.state is XferState.FAILED
             assert all(set(cell) == {number} for cell in receiver.content(grant.blocks()))
+        await eventually(lambda: idle(sender, receiver))
+
+
+@pytest.mark.parametrize("geometry", [SMALL, LARGE])
+async def test_a_fence_that_comes_before_the_memory_can_be_reached_is_for_all_that_waits(
+    place: Place, geometry: BlockGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only for the first of the units: what was confirmed is kept, and no byte comes after it."""
+    received, held = Link._received, list[tuple[Link, FromOwner]]()
+
+    def fence_first(link: Link, frame: FromOwner) -> None:
+        if isinstance(frame, Mapped | Keyed):
+            held.append((link, frame))
+            return
+        received(link, frame)
+        if isinstance(frame, Fence):
+            for item in held:
+                received(*item)
+
+    monkeypatch.setattr(Link, "_received", fence_first)
+    async with place.pair(geometry=geometry, slots=16, settings={"unit_bytes": 256 << 10}) as (sender, receiver):
+        grant, inbound = granted(receiver)
+        source = sender.filled(BLOCKS, seed=1)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        for layer in range(geometry.num_layers - 1):
+            for ref in source:
+                handover.submit(layer, [ref], source.index(ref))
+        peer = sender.agent.peer(DECODE)
+        await eventually(lambda: bool(peer.links))
+        (link,) = peer.links
+        send, confirmed = link._send, list[Frame]()
+
+        def note(frame: Frame) -> None:
+            if isinstance(frame, Fenced):
+                confirmed.append(frame)
+                receiver.arena.data_view[:] = bytes(len(receiver.arena.data_view))
+            send(frame)
+
+        link._send = note  # type: ignore[method-assign]
+        await eventually(lambda: bool(held) or not isinstance(link, ShmLink | UcxLink))
+        inbound.cancel()
+        await asyncio.wait_for(inbound.released(), 10)
+        await handover.cancel()
+        assert handover.state is XferState.FAILED
+        if held:
+            assert len(confirmed) == 1 and not any(map(any, receiver.content(grant.blocks())))
         await eventually(lambda: idle(sender, receiver))
 
 

@@ -21,6 +21,7 @@ from kv_core.clock import Clock
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_core.namespace import EXACT, Fidelity
+from kv_transport import limits
 from kv_transport.codec_choice import MovingCost
 from kv_transport.codec_rates import CodecRates
 from kv_transport.config import TransportConfig
@@ -115,7 +116,8 @@ class Link(abc.ABC):
         self._posted: dict[int, Posted] = {}
         self._asked: dict[int, asyncio.Future[FromOwner]] = {}
         self._open: set[int] = set()
-        self._fences: set[int] = set()
+        self._fences: dict[int, None] = {}  # tickets that are over; kept, so that nothing of them is begun again
+        self._unconfirmed: set[int] = set()
         self._now_ns: Final = around.clock.monotonic_ns
         self._heard_ns = self._now_ns()
         self._timer: asyncio.TimerHandle | None = None
@@ -281,7 +283,7 @@ class Link(abc.ABC):
             case Opened(seq):
                 self._answer(seq, frame)
             case Fence(ticket):
-                self._fences.add(ticket)
+                self._fence(ticket)
                 self._open.discard(ticket)
                 self._owner.grant_fenced(ticket)
                 self._confirm_fences()
@@ -322,9 +324,18 @@ class Link(abc.ABC):
         finally:
             self._asked.pop(seq, None)
 
+    def _fence(self, ticket: int) -> None:
+        """A ticket is over: units of it that wait here, or come yet, find that it is, however late they are begun."""
+        self._fences[ticket] = None
+        self._unconfirmed.add(ticket)
+        oldest = next(iter(self._fences))
+        if len(self._fences) > limits.GRANTS_MAX and oldest not in self._unconfirmed:
+            del self._fences[oldest]
+
     def _confirm_fences(self) -> None:
-        for ticket in [ticket for ticket in self._fences if not self._ticket_busy(ticket)]:
-            self._fences.discard(ticket)
+        """Say of each ticket that is over that we write no more, once that is so."""
+        for ticket in [ticket for ticket in self._unconfirmed if not self._ticket_busy(ticket)]:
+            self._unconfirmed.discard(ticket)
             if self.lost is None:
                 self._send(Fenced(ticket))
 
