@@ -1,7 +1,7 @@
 """ucx: a put through the agent against the same put straight through the binding, both over tcp.
 
-Ours verifies every byte at the receiver, and tells it; the straight one is put and flush. It is measured as the binding
-comes, and once more with the segments that our backend sets.
+Ours verifies every byte at the receiver, and tells it; the straight one is one put of all bytes, and a flush. It is
+measured as the binding comes, which is what its callers have, and once more with the segments that our backend sets.
 """
 
 import base64
@@ -52,7 +52,7 @@ def _measure(near: Near, effort: Effort) -> Iterator[Outcome]:
     )
     for name, one in straight.items():
         one.close()
-        said = "ucp_put_nbx and flush through the binding"
+        said = "one ucp_put_nbx and a flush through the binding"
         yield harness.compare_samples(f"{NAME}_{name}", found["ours"], found[name], "GB/s", said, RATIO_NEED)
 
 

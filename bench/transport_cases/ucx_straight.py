@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 from kv_transport.backends.ucp_api import Ucp
 from kv_transport.backends.ucx_binding import open_binding
 
-PUT_BYTES = 4 << 20
-"""One put: as long as a unit of ours."""
-
 
 class StraightTarget:
     """Owns memory, and a thread that progresses its worker while puts are expected (over tcp the target must)."""
@@ -51,14 +48,12 @@ class StraightInitiator:
         self._key = self._ucp.unpack_key(self._endpoint, key)
 
     def rate(self, pairs: list[tuple[int, int]], piece: int, seconds: float) -> float:
-        """GB/s of those pieces, again and again."""
-        ours, key, step = self._memory.ctypes.data, self._key, min(piece, PUT_BYTES)
+        """GB/s of those pieces, one put each, again and again."""
+        ours, key = self._memory.ctypes.data, self._key
         moved, started = 0, time.perf_counter()
         while True:
             requests = [
-                self._ucp.put(self._endpoint, ours + mine + at, min(step, piece - at), self._at + theirs + at, key)
-                for mine, theirs in pairs
-                for at in range(0, piece, step)
+                self._ucp.put(self._endpoint, ours + mine, piece, self._at + theirs, key) for mine, theirs in pairs
             ]
             requests.append(self._ucp.flush(self._endpoint))
             for request in requests:

@@ -1,7 +1,8 @@
 """The thread that a UCX worker lives in: every call of UCX is made here.
 
-While operations are under way it polls, for that is how a network card is heard at once; otherwise it sleeps on the
-worker's event descriptor. Work is handed in by `call`. What has happened is told by callbacks in this thread.
+As long as there is news, and a little longer, it polls: that is how a network card is heard at once, and how a peer
+that sends need not wake us for each segment. Then it sleeps on the worker's event descriptor. Work is handed in by
+`call` and `move`. What has happened is told by callbacks in this thread.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ TAG: Final = 0x6B76_7472_616E_7370
 """Of all our messages; who a message is for stands in its first bytes."""
 MESSAGE_BYTES_MAX: Final = limits.CONTROL_FRAME_BYTES_MAX + 64
 _POLLS: Final = 200
-"""Turns without news before it sleeps although operations are under way: a fabric has answered by then."""
+"""Turns without news before it sleeps, a fraction of a millisecond: a fabric has answered by then, and what a peer puts
+here has come on."""
 _LOOK_TURNS: Final = 16
 """One of so many turns without news asks after messages and operations all the same."""
 _NAP_S: Final = 0.001
@@ -53,6 +55,7 @@ class UcxEngine:
         self._open = open_binding
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls: deque[Callable[[], None]] = deque()
+        self._moves: deque[Callable[[], None]] = deque()
         self._awake = False
         self._operations: dict[_Operation, None] = {}
         self._arrivals: deque[_Arrival] = deque()
@@ -74,6 +77,17 @@ class UcxEngine:
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the thread soon, in order. From any thread; it must not raise. Dropped after `stop`."""
         self._calls.append(function)
+        self._rouse()
+
+    def move(self, function: Callable[[], None]) -> None:
+        """The same for what may take as long as its bytes, as a put does that UCX copies: one a turn, in order.
+
+        What ends is heard in between: the header of the first unit need not wait for the bytes of a whole window.
+        """
+        self._moves.append(function)
+        self._rouse()
+
+    def _rouse(self) -> None:
         if not self._awake and self._wake >= 0:
             self._awake = True
             os.eventfd_write(self._wake, 1)
@@ -122,11 +136,11 @@ class UcxEngine:
             epoll.register(self._wake, select.EPOLLIN)
             epoll.register(efd, select.EPOLLIN)
             quiet = 0
-            while not (self._stopping and not self._calls):
+            while not (self._stopping and not self._calls and not self._moves):
                 try:
                     quiet = 0 if self._turn(look=quiet > _POLLS or not quiet % _LOOK_TURNS) else quiet + 1
-                    may_sleep = not self._stopping and (not self._operations or quiet > _POLLS)
-                    if may_sleep and self.ucp.arm() and not self._calls:
+                    may_sleep = not self._stopping and quiet > _POLLS
+                    if may_sleep and self.ucp.arm() and not self._calls and not self._moves:
                         epoll.poll(_NAP_S if self._operations else _SLEEP_S)
                 except BaseException as failure:
                     _log.exception("ucx thread failed thread=%s", self._thread.name)
@@ -157,11 +171,14 @@ class UcxEngine:
                 os.eventfd_read(self._wake)
             except BlockingIOError:
                 pass
-            # Cleared before the queue is emptied: a call appended after this wakes us again.
+            # Cleared before the queues are looked at: a call appended after this wakes us again.
             self._awake = False
         while self._calls:
             busy = True
             self._calls.popleft()()
+        if self._moves:
+            busy = True
+            self._moves.popleft()()
         for _ in range(_POLLS):
             if not self.ucp.progress():
                 break

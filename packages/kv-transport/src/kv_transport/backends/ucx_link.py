@@ -150,13 +150,13 @@ class UcxLink(Link):
             self._moved(seq, unit, refused)
             return
         if unit.op is not XferOp.WRITE:
-            self.connection.engine.call(partial(self._get, seq, unit, remote))
+            self.connection.engine.move(partial(self._get, seq, unit, remote))
         elif ticket in self._fences:
             self._moved(seq, unit, GrantRefused(ticket=ticket, reason="it was revoked by its owner"))
         else:
             # Memory that keeps no checksums is summed now, which takes its time: meanwhile its bytes travel.
             writing, nonce = _Writing(seq, unit), self._nonces()
-            self.connection.engine.call(partial(self._put, writing, remote))
+            self.connection.engine.move(partial(self._put, writing, remote))
             if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
                 self._sum_written(writing, nonce)
             else:

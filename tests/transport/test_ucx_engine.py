@@ -1,0 +1,101 @@
+"""The thread that calls UCX: what it does between the calls that move bytes, and when it sleeps."""
+
+import os
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from kv_transport.backends import ucx_engine
+from kv_transport.backends.ucx_binding import UcxDevices
+from kv_transport.backends.ucx_engine import UcxEngine
+
+
+class Ucp:
+    """A UCX in which every request is over at once and nothing else happens; it notes what it is asked."""
+
+    asked: list[str]
+
+    def __init__(self, context: int, worker: int) -> None:
+        type(self).asked = []
+        self._efd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def address(self) -> bytes:
+        return b"here"
+
+    def event_fd(self) -> int:
+        return self._efd
+
+    def progress(self) -> int:
+        self.asked.append("progress")
+        return 0
+
+    def arm(self) -> bool:
+        self.asked.append("arm")
+        return True
+
+    def probe(self, tag: int) -> None:
+        return None
+
+    def check(self, request: int) -> bool:
+        return True
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[UcxEngine]:
+    monkeypatch.setattr(ucx_engine, "Ucp", Ucp)
+    binding = SimpleNamespace(
+        context_handle=1, worker_handle=2, devices=UcxDevices(()), name="made up", version="1", close=lambda: None
+    )
+    made, opened = UcxEngine("kv-ucx-test", lambda: binding), threading.Event()  # type: ignore[arg-type,return-value]
+    made.start(lambda error: opened.set(), lambda message: None)
+    assert opened.wait(60)
+    yield made
+    made.stop()
+
+
+def test_what_has_ended_and_what_is_small_is_heard_between_two_moves(engine: UcxEngine) -> None:
+    said, over = list[str](), threading.Event()
+
+    def move(name: str) -> None:
+        said.append(name)
+        engine.call(lambda: said.append(f"called by {name}"))
+        engine.watch([7], lambda error: said.append(f"{name} is over"))
+
+    def both() -> None:
+        for name in ("one", "two"):
+            engine.move(lambda name=name: move(name))  # type: ignore[misc]
+        engine.move(over.set)
+
+    engine.call(both)
+    assert over.wait(60)
+    assert sorted(said[1:3]) == ["called by one", "one is over"] and said[0] == "one" and said[3] == "two"
+
+
+def test_moves_that_wait_are_done_before_it_ends(engine: UcxEngine) -> None:
+    done = list[int]()
+
+    def many() -> None:
+        for number in range(10):
+            engine.move(lambda number=number: done.append(number))  # type: ignore[misc]
+
+    engine.call(many)
+    engine.stop()
+    assert done == list(range(10))
+
+
+def test_it_looks_a_while_for_what_comes_next_before_it_sleeps(engine: UcxEngine) -> None:
+    called = threading.Event()
+
+    def call() -> None:
+        Ucp.asked.clear()
+        called.set()
+
+    engine.call(call)
+    assert called.wait(60)
+    for _ in range(6_000):
+        if "arm" in Ucp.asked:
+            break
+        threading.Event().wait(0.01)
+    assert Ucp.asked.index("arm") > ucx_engine._POLLS
