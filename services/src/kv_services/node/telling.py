@@ -29,6 +29,11 @@ class Telling:
         """Whether something waits to be told."""
         return self._timer is not None
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is told any more: this life of the node ends, and its claims with it."""
+        return self._closed
+
     def soon(self, tell: Callable[[], None]) -> None:
         """Call `tell` within `TELL_S`, once for all that happens until then."""
         if self._timer is None and not self._closed:

@@ -3,7 +3,8 @@
 K1: `free + cached + pinned == total`, and the pool's own invariants.
 K2: every findable block holds the bytes that its tokens make, and its checksum, where sealed, is that of its bytes.
 K3: a node's own claims in its own index are what its pool holds, and no more than it holds at all, but for what its
-    pool did just now and others are about to be told.
+    pool did just now and others are about to be told. What it does while it ends is told to nobody: claims end with
+    their life.
 K4: settled: every replica has applied the same of every living origin, every index says exactly what the nodes hold,
     nobody owns anything that is not given back, nobody waits, and whoever left is nobody's member.
 """
@@ -90,7 +91,8 @@ class BlockChecker:
 def check_own_claims(node: SimNode, purging: bool = False) -> None:
     """K3. `purging`: it has heard of a purge, and may carry it out at its next tick only."""
     assert node.work is not None
-    if node.work.ctx.telling.due:
+    telling = node.work.ctx.telling
+    if telling.due or telling.over:
         return
     if node.work.ctx.pool.has_events:
         raise CheckError(node=node.name, what="has blocks of which nobody is about to be told")
