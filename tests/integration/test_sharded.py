@@ -90,8 +90,8 @@ async def tiny_cluster(folder: Path, *, prefill: int, decode: int, sharding: Sha
             decode=decode,
             slots=SLOTS,
             monitor=False,
-            limits=LimitsSection(request_timeout_s=60.0, max_prompt_tokens=500),
-            bus=BusSection(heartbeat_interval_ms=100, suspect_after_ms=1_000, dead_after_ms=2_500),
+            limits=LimitsSection(request_timeout_s=DEADLINE_S - 5.0, max_prompt_tokens=500),
+            bus=BusSection(heartbeat_interval_ms=100, suspect_after_ms=3_000, dead_after_ms=6_000),
             model=ModelSection(id="tiny", path=str(folder / "tiny.gguf"), kv_dtype="fp32", block_size=BLOCK),
         )
         section = msgspec.structs.replace(config.cluster, operator_keys=[OPERATOR])
@@ -354,7 +354,8 @@ ONE_GROUP, BOTH_GROUPS = 100, 200
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grouped(oracle: Oracle) -> AsyncIterator[Fabric]:
-    sharding = ShardingSection(mode="hybrid", groups=list(GROUPS))
+    # Room is waited for also while a busy machine has a node silent for a while.
+    sharding = ShardingSection(mode="hybrid", groups=list(GROUPS), room_wait_s=30.0)
     async with tiny_cluster(oracle.folder, prefill=0, decode=4, sharding=sharding) as fabric:
         yield fabric
 
