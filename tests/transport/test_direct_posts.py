@@ -326,12 +326,13 @@ async def test_what_is_in_flight_is_not_posted_again(tmp_path: Path) -> None:
         it.left.agent.deregister_memory(it.mine.region)
 
 
-async def test_who_waited_hears_of_the_put_that_was_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout_ms", [None, 20_000])
+async def test_who_waited_hears_of_the_put_that_was_waited_for(tmp_path: Path, timeout_ms: int | None) -> None:
     """Though it is posted again before the loop comes back to who waited."""
     async with ready(tmp_path) as it:
         it.hold_acks()
         it.left.agent.transfer(it.put)
-        waiting = asyncio.create_task(it.put.done())
+        waiting = asyncio.create_task(it.put.done(timeout_ms))
         await eventually(lambda: it.notified() == 1)
         await asyncio.sleep(0)
         it.deliver_acks()

@@ -6,8 +6,8 @@ Whatever else comes of it makes a `Flow` take over: it retries, takes another li
 transfer.
 
 DP1: it is listed, counted and answered for as a flow is. DP2: its memory is at rest when the record says so, and not
-before: with the acknowledgement, or with the flow. DP3: it is posted again only when it is at rest, ended well, and
-nobody has yet to be told of that.
+before: with the acknowledgement, or with the flow. DP3: it is posted again only when it is at rest and ended well, and
+who waited for it until then hears of that.
 """
 
 import asyncio
@@ -100,7 +100,6 @@ class DirectPost:
         "_heir",
         "_link",
         "_waiters",
-        "_waiting",
         "host",
         "name",
         "region",
@@ -119,8 +118,7 @@ class DirectPost:
         self._link: Final = link
         self._ended_ns = 0
         self._heir: Posting | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self._waiting = 0
+        self._waiters: list[asyncio.Future[TransferStats | None]] = []
 
     @property
     def kind(self) -> str:
@@ -183,33 +181,48 @@ class DirectPost:
 
     async def wait(self, timeout_ms: int | None) -> TransferStats:
         """As `Flow.wait`."""
+        found: TransferStats | None = None
         if timeout_ms is None or self.at_rest:
-            await self.released()
+            waiter = self._told()
+            if waiter is not None:
+                found = await waiter
+            if self._heir is not None and found is None:
+                await self._heir.released()
         else:
             try:
                 async with asyncio.timeout(timeout_ms / 1000):
-                    await self.released()
+                    found = await self._ended()
             except TimeoutError:
                 late = TransferTimeout(what=self.kind, request=self.name, timeout_ms=timeout_ms, missing_layers=[])
                 raise late from None
-        if self.error is not None:
+        if found is None and self.error is not None:
             raise self.error
-        return self.stats()
+        return found or self.stats()
 
     async def released(self) -> None:
         """As `Flow.released`."""
+        await self._ended()
+
+    async def _ended(self) -> TransferStats | None:
+        """Its figures, if it landed meanwhile."""
+        waiter = self._told()
+        found = await waiter if waiter is not None else None
+        if self._heir is not None and found is None:
+            await self._heir.released()
+        return found
+
+    def _told(self) -> "asyncio.Future[TransferStats | None] | None":
+        """Done when it has landed, with its figures, or has come back; None where that is so already.
+
+        Figures of then: by the time its caller goes on it may be posted again.
+        """
         if self._pending():
             self._link.want_answers()  # it looks, too
-        if self._pending():
-            waiter = self._desk.loop.create_future()
-            self._waiters.append(waiter)
-            self._waiting += 1
-            try:
-                await waiter
-            finally:
-                self._waiting -= 1
-        if self._heir is not None:
-            await self._heir.released()
+        if not self._pending():
+            return None
+        waiter: asyncio.Future[TransferStats | None] = self._desk.loop.create_future()
+        self._waiters.append(waiter)
+        return waiter
 
     def _pending(self) -> bool:
         return not self._ended_ns and self._heir is None
@@ -227,7 +240,7 @@ class DirectPost:
         """
         if not self._ended_ns:
             self._link.take_answers()
-        if not self._ended_ns or self._waiting:
+        if not self._ended_ns:
             return False
         regions = self._desk.regions
         regions.hold(self.region)
@@ -267,6 +280,7 @@ class DirectPost:
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
+        stats = self.stats() if self._heir is None else None
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(stats)
