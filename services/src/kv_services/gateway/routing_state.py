@@ -11,6 +11,7 @@ G5: whatever was reserved at a node is ended there, or the node is known to be d
 G6: being handed over by a node that leaves is no failed attempt, once for each node.
 G7: a request that lost its place over several nodes, or the race for it, waits for room for a bounded time, and that is
     no failed attempt: its last pieces are still being given back, and who died may begin a new life.
+G8: when the text is complete, a prefill node whose hand-over brought tokens is not ended before its own report.
 """
 
 from dataclasses import dataclass, field
