@@ -1,7 +1,10 @@
 """A node that leaves: what its machines hand over, what the gateway makes of it, and who gets which blocks."""
 
+import asyncio
 import io
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from kv_core.errors import KVError, error_from_wire
 from kv_core.hashing import hash_tokens, token_bytes
 from kv_core.ids import Incarnation, NodeId, RegionId
+from kv_core.testing import LoopClock, run_virtual
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.tiers.blocks import TierBlock
 from kv_services.errors import MoveRefusedError, NodeDrainingError
@@ -19,8 +23,11 @@ from kv_services.launch import PortReservation
 from kv_services.membership.state import HeartbeatSeen, LeaveSeen, Liveness, MemberDied, MembershipView
 from kv_services.node.decode_events import DrainBegan, DrainEnded, GiveUp, RefuseReserve
 from kv_services.node.move_plan import Forest, choose_target, share_of
+from kv_services.node.operations import HEAR_S, Operations
 from kv_services.node.prefill_events import PrefillDrainBegan, PrefillDrainEnded, ReplyFailed, StartPrefill
+from kv_services.node.store import LeaseDesk
 from kv_services.side_http import BODY_BYTES_MAX, SideHttp
+from kv_services.status_report import MoveCounts
 from tests.services import helpers_prefill as prefill
 from tests.services import test_decode_state as decode
 from tests.services import test_routing_state as routing
@@ -43,6 +50,59 @@ def test_a_draining_decode_node_hands_over_what_it_has_and_refuses_what_comes() 
     assert not decode.of(m.step(decode.ask("r4", tokens=(7, 8, 9))), RefuseReserve)
     m.check()
     pool.check()
+
+
+def test_a_node_leaves_in_its_order_and_counts_on_nobody_who_leaves_in_the_same_moment() -> None:
+    """What it says is heard, and what others say, before it asks who holds its blocks; what comes after is refused."""
+    past: list[tuple[str, float]] = []
+
+    async def main(clock: LoopClock) -> None:
+        loop = asyncio.get_running_loop()
+
+        def note(what: str) -> None:
+            past.append((what, loop.time()))
+
+        def part(**more: object) -> Any:
+            machine = SimpleNamespace(num_running=0, num_waiting=0)
+            return SimpleNamespace(machine=machine, complete=lambda event: None, outbox=(), **more)
+
+        cluster = SimpleNamespace(say=note, alive=lambda *roles: [B])
+        shards = SimpleNamespace(busy=False, drain=lambda hand_over: None, resume=lambda: None)
+        ctx = SimpleNamespace(node_id=A, tiers=SimpleNamespace(counts=dict))
+        leases, clients = LeaseDesk(cast(Any, ctx)), SimpleNamespace(leaving=False, num_puts=1)
+        base = SimpleNamespace(cluster=cluster, draining=False)
+        operations = Operations(
+            *cast(Any, (base, ctx, part(), part(), leases, clients, shards)),
+        )
+
+        def give_away(rate: float) -> None:
+            note("give away")
+            operations.mover.counts = MoveCounts("drain", "done")
+
+        cast(Any, operations.mover).give_away_all = give_away
+        await operations.actions()["/drain"](b"")
+        assert clients.leaving and not leases.ending
+        await asyncio.sleep(5.0)
+        # A client's put that had begun ends first, and is given away with the rest.
+        assert [what for what, _ in past] == ["draining"]
+        clients.num_puts = 0
+        leases._leases[1] = cast(Any, SimpleNamespace(reader=B))
+        await asyncio.sleep(1.0)
+        counts = operations.moving()
+        assert past[-1][0] == "give away" and leases.ending and counts is not None and not counts.safe_to_stop
+        leases._leases.clear()
+        await asyncio.sleep(1.0)
+        counts = operations.moving()
+        assert counts is not None and counts.safe_to_stop
+        await operations.actions()["/resume"](b"")
+        assert not leases.ending and not clients.leaving and operations.moving() is None
+        await operations.actions()["/drain"](b"")
+        await asyncio.sleep(5.0)
+        await operations.close()
+
+    run_virtual(main)
+    (_, said), (what, gave) = past[-2:]
+    assert what == "give away" and gave - said >= HEAR_S
 
 
 def test_a_draining_decode_node_that_is_the_last_one_finishes_what_it_has() -> None:

@@ -31,6 +31,8 @@ from kv_services.process import Base
 from kv_services.status_report import MoveCounts
 
 LOOK_S: Final = 0.1
+HEAR_S: Final = 0.5
+"""What others say at once has been heard after that."""
 DEFAULT_BYTES_PER_S: Final = 64 << 20
 
 _log = logging.getLogger(__name__)
@@ -112,6 +114,8 @@ class Operations:
         return self._body()
 
     async def _leave(self, bytes_per_s: float) -> None:
+        # Who begins to leave in the same moment says so, too: neither may count on what the other holds.
+        await asyncio.sleep(HEAR_S)
         while self._running():  # noqa: ASYNC110  # what runs has deadlines of its own, and no event when the last ended
             await asyncio.sleep(LOOK_S)
         self.mover.give_away_all(bytes_per_s)
