@@ -3,6 +3,7 @@ another holder, and what is said to be safe to stop is."""
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ async def small_cluster(slots: int = 256, tiers: TiersSection | None = None) -> 
         config = local_config(ports, prefill=3, decode=3, slots=slots, monitor=False, model=MODEL, tiers=tiers)
         section = msgspec.structs.replace(config.cluster, operator_keys=[KEY])
         config = msgspec.structs.replace(config, cluster=section)
-        cluster = LocalCluster(config, start=FIRST)
+        cluster = LocalCluster(config, start=FIRST, stop_grace_s=DEADLINE_S)
         async with cluster:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
                 fabric = Fabric(cluster, session)
@@ -101,6 +102,10 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+async def is_dead(fabric: Fabric, name: str) -> bool:
+    return (await fabric.status("gateway")).members[name] == "dead"
+
+
 async def kvctl(*args: str) -> tuple[int, str]:
     program = Path(sys.executable).with_name("kvctl")
     process = await asyncio.create_subprocess_exec(
@@ -135,8 +140,7 @@ async def test_a_cluster_grows_and_shrinks_under_load_and_no_request_fails() -> 
             assert counts.elsewhere + counts.moved + counts.left == counts.total
             assert await fabric.cluster.stop(name) == 0
             # It said that it left: nobody waits for its silence to be long enough.
-            members = (await fabric.status("gateway")).members
-            assert members[name] == "dead"
+            await until(functools.partial(is_dead, fabric, name))
             await load.more(4)
         assert "member died node=decode-1" in fabric.cluster.logs("gateway")
         await load.stop()

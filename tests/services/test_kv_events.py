@@ -174,9 +174,8 @@ def test_the_same_engine_in_reach_again_costs_one_question_and_nothing_that_is_k
 
 def test_a_time_that_is_no_number_makes_no_event_another() -> None:
     follower = EngineFollower(NS)
-    for _ in range(2):
-        effects = follower.batch(0, [stored(1, 1)], sent_s=math.nan)
-    assert effects == [] and follower.stats.duplicates == 1
+    first, again = (follower.batch(0, [stored(1, 1)], sent_s=math.nan) for _ in range(2))
+    assert first and again == [] and follower.stats.duplicates == 1
 
 
 def test_the_end_of_one_replay_is_not_taken_for_that_of_another() -> None:

@@ -21,7 +21,7 @@ try:
 except ImportError:  # built without a compiler
     _kernels = None  # type: ignore[assignment]
 
-COMPILED: Final = _kernels is not None and _kernels.wide()
+COMPILED: Final = bool(_kernels and _kernels.wide())
 
 IOV_MAX: Final = 1024
 """Buffers of one call to the kernel."""
