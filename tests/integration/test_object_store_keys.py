@@ -1,5 +1,6 @@
 """Nodes whose object store is a real S3 server, with keys from a profile; and one whose profile is not there."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,16 @@ async def test_nodes_spill_to_s3_and_load_from_it_with_a_profiles_keys(
     server, bucket = s3_server
     async with running(slots=80, tiers=tiers(server, tmp_path.name)) as fabric:
         first = prompt(1, LENGTH)
+
+        async def spilled(count: int) -> bool:
+            found = (await fabric.status("prefill-1")).tiers.get("remote")
+            return found is not None and found.waiting == found.writing == 0 and found.blocks >= count
+
         for seed in range(1, 6):
             asked = prompt(seed, LENGTH)
             assert (await fabric.ask(asked, 2)).is_right(asked, 2)
-
-        async def spilled() -> bool:
-            found = (await fabric.status("prefill-1")).tiers.get("remote")
-            return found is not None and found.waiting == 0 and found.blocks >= 5 * 20 - 1
-
-        await until(spilled)
+            # What is pushed out of memory before it is written would be missing below.
+            await until(functools.partial(spilled, seed * 20 - 1))
         assert len(list((bucket / tmp_path.name / "prefill-1").glob("*.meta"))) >= 5 * 20 - 1
         answer = await fabric.ask(first, 2)
         assert answer.is_right(first, 2)

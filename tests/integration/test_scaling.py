@@ -184,15 +184,16 @@ async def test_a_drain_leaves_nothing_unread_that_lies_in_slower_tiers(tmp_path:
     async with small_cluster(slots=48, tiers=tiers) as fabric:
         await fabric.cluster.stop("prefill-1")
         prompts = [prompt(seed, size + 1) for seed in range(4)]
-        for one in prompts:
+
+        async def all_down(count: int) -> bool:
+            below = (await fabric.status("decode-1")).tiers
+            return all(name in below and below[name].blocks >= count for name in ("disk", "remote"))
+
+        for number, one in enumerate(prompts, 1):
             answer = await fabric.ask(one, 4)
             assert answer.is_right(one, 4), answer
-
-        async def all_down() -> bool:
-            below = (await fabric.status("decode-1")).tiers
-            return all(name in below and below[name].blocks >= 4 * 20 for name in ("disk", "remote"))
-
-        await until(all_down)
+            # What is pushed out of memory before it is written would be missing below.
+            await until(functools.partial(all_down, 20 * number))
         await fabric.cluster.restart("decode-2")
         for name in ("gateway", "decode-1"):
             await fabric.all_alive(name, {"decode-2"})

@@ -113,23 +113,23 @@ TRANSFER: Final = (
     Mutant(
         "replay: a nonce is accepted twice",
         "kv_transport.replay",
-        "self._seen |= bit",
-        "",
+        "if is_forgotten(self.marks, nonce) or is_marked(self.marks, nonce):",
+        "if is_forgotten(self.marks, nonce):",
         (_PURE,),
     ),
     Mutant(
         "replay: what is too old to know is accepted",
         "kv_transport.replay",
-        "if -ahead >= limits.REPLAY_WINDOW or self._seen & bit:",
-        "if self._seen & bit:",
+        "if is_forgotten(self.marks, nonce) or is_marked(self.marks, nonce):",
+        "if is_marked(self.marks, nonce):",
         (_PURE,),
     ),
     Mutant(
         "replay: a put is announced again when it is tried again",
         "kv_transport.replay",
         """
-            elif self._announced[place]:
-                return False
+        if is_marked(self.marks, put):
+            return False
         """,
         "",
         (_PUTS,),
@@ -137,7 +137,7 @@ TRANSFER: Final = (
     Mutant(
         "replay: a put that is long past passes for one that was announced just now",
         "kv_transport.replay",
-        "self._skip(self._newest + 1, put)",
+        "_clear(marks, newest + 1, number, window)",
         "pass",
         (_PUTS,),
     ),
