@@ -12,7 +12,7 @@ from kv_client.errors import HolderLost, translate
 from kv_client.messages import BlocksPinned, FinishPut, NamespaceFields, PinBlocks, PutStored, ReservePut, UnpinBlocks
 from kv_consistency.manager import KvCacheConsistencyManager
 from kv_core.clock import SystemClock
-from kv_core.hashing import hash_tokens, token_bytes, token_digest
+from kv_core.hashing import BlockHash, hash_tokens, token_bytes, token_digest
 from kv_core.ids import Incarnation, NodeId, RegionId
 from kv_core.namespace import Namespace
 from kv_prefix.block_pool import BlockPool
@@ -34,6 +34,16 @@ TOKENS = list(range(8))
 LIFE = Incarnation(1)
 
 
+def holding(num_slots: int) -> tuple[BlockPool, list[BlockHash]]:
+    """A pool with the two blocks of `TOKENS`, and their names."""
+    pool = BlockPool(num_slots, 4, region=RegionId(1))
+    names = hash_tokens(NS, TOKENS)
+    opened = pool.open("r", None, len(names))
+    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
+    pool.release(opened.table)
+    return pool, names
+
+
 def test_past_requests_are_remembered_within_their_number_and_bytes() -> None:
     past = PastRequests(limit=3, bytes_max=100)
     for number in range(5):
@@ -50,11 +60,7 @@ def test_past_requests_are_remembered_within_their_number_and_bytes() -> None:
 
 def test_a_lease_that_no_grant_comes_of_pins_nothing() -> None:
     """A reader that asks for other blocks than its prefix has is refused, and holds nothing until its lease is over."""
-    pool = BlockPool(4, 4, region=RegionId(1))
-    names = hash_tokens(NS, TOKENS)
-    opened = pool.open("r", None, 2)
-    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
-    pool.release(opened.table)
+    pool, names = holding(4)
 
     def refuse(*_: object, **__: object) -> None:
         raise InvalidDescriptor(what="tokens", value=[0, 12], reason="2 blocks do not hold them")
@@ -82,11 +88,7 @@ def test_a_lease_that_no_grant_comes_of_pins_nothing() -> None:
 
 async def test_a_leaving_node_takes_no_put_and_no_pin_and_lends_nothing_once_its_blocks_are_given_away() -> None:
     """What it took in after that would be lost with it, and what it said of being safe to stop would not stay true."""
-    pool = BlockPool(4, 4, region=RegionId(1))
-    names = hash_tokens(NS, TOKENS)
-    opened = pool.open("r", None, 2)
-    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
-    pool.release(opened.table)
+    pool, names = holding(4)
 
     async def known(node: NodeId, deadline_ns: int) -> None:
         assert node == "writer"
@@ -159,11 +161,7 @@ async def test_how_a_put_ended_is_told_to_its_client_alone() -> None:
 
 def test_the_pins_of_a_client_s_former_life_end_with_its_session_though_the_next_has_one() -> None:
     """A host that vanished shows in its session only after a silence; by then its successor may be at work."""
-    pool = BlockPool(8, 4, region=RegionId(1))
-    names = hash_tokens(NS, TOKENS)
-    opened = pool.open("r", None, 2)
-    pool.commit(opened.table, NS.digest, 0, names, TOKENS)
-    pool.release(opened.table)
+    pool, _ = holding(8)
     geometry = SimpleNamespace(block_size=4, dtype=NS.dtype)
     parts = SimpleNamespace(
         pool=pool,
