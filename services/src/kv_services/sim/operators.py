@@ -56,7 +56,7 @@ class Operators:
         node = self._random.choice(fit)
         if kind == "role change":
             role = Role.DECODE if node.base.cluster.role is Role.PREFILL else Role.PREFILL
-            self._start(node, self._ask(node, node.incarnation, "/role", b'{"role": "%s"}' % role.value.encode()))
+            self._start(node, self._take_role(node, role))
         else:
             self._start(node, self._drain(node, leaves=kind == "leave"))
         return True
@@ -73,6 +73,19 @@ class Operators:
                 node.away = False
             if node.running and node.base.draining:
                 await self._ask(node, node.incarnation, "/resume", b"")
+        await self._give_back_roles()
+
+    async def _give_back_roles(self) -> None:
+        """Where nobody is left who prefills, or decodes, let who is that by the file be it again: others took its work
+        over, and began anew as what they are by the file."""
+        for role in (Role.PREFILL, Role.DECODE):
+            if not any(node.running and node.base.cluster.role is role for node in self._nodes):
+                former = next((node for node in self._nodes if node.running and node.role is role), None)
+                if former is not None:
+                    await self._take_role(former, role)
+
+    async def _take_role(self, node: SimNode, role: Role) -> None:
+        await self._ask(node, node.incarnation, "/role", b'{"role": "%s"}' % role.value.encode())
 
     def _join(self) -> bool:
         away = [node for node in self._nodes if node.joins and node.away and node.name not in self._busy]
