@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.dtypes import DType
-from kv_services.config import ClusterConfig, Role, parse_bytes
+from kv_services.config import ClusterConfig, Role
 from kv_services.config_checks import check_config
 from kv_services.config_errors import ConfigError
 from kv_services.config_file import MAX_CONFIG_BYTES, dump_config, load_config, parse_config
+from kv_services.sizes import parse_bytes
 
 GATEWAY = """
 [[node]]

@@ -8,11 +8,10 @@ explicit address, and one outside loopback was allowed by `allow_remote`; nodes 
 ids and API keys are unique. Paths in it (`state_dir`, `model.path`) are absolute.
 """
 
-import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,13 +19,10 @@ from msgspec import Meta
 from kv_core.dtypes import DType, parse_dtype
 from kv_core.ids import NodeId, TenantId
 from kv_services.config_errors import ConfigError
-
-_UNITS: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_BYTES: Final = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(B|KiB|MiB|GiB|TiB)")
+from kv_services.sizes import Bytes, parse_bytes
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-Bytes = Annotated[str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})? ?(B|KiB|MiB|GiB|TiB)$")]
 
 ApiKey = Annotated[str, Meta(min_length=16, max_length=256)]
 
@@ -482,21 +478,6 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     def allow_list_path(self) -> Path:
         """The list of the keys that this cluster admits."""
         return self.keys_path / "allowed.toml"
-
-
-def parse_bytes(text: str) -> int:
-    """The number of bytes that `"512 MiB"`, `"1.5 GiB"` or `"4096 B"` says; binary units only.
-
-    Raises:
-        ValueError: anything else.
-    """
-    match = _BYTES.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; expected a number and one of B, KiB, MiB, GiB, TiB")
-    whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3)
-    # Integers only: a float would lose bytes above 2**53.
-    nbytes: int = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
-    return nbytes
 
 
 def _bracket(host: str) -> str:

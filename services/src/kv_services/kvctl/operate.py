@@ -13,12 +13,13 @@ import msgspec
 from rich.table import Table
 
 from kv_core.errors import KVError
-from kv_services.config import ClusterConfig, NodeConfig, Role, parse_bytes
+from kv_services.config import ClusterConfig, NodeConfig, Role
 from kv_services.config_file import load_config
 from kv_services.http_body import read_whole
 from kv_services.kvctl.output import console, human_bytes, messages, print_json
 from kv_services.kvctl.status import NodeStatus, ask_all, why_silent
 from kv_services.launch.signals import run_until_signal
+from kv_services.sizes import parse_bytes
 from kv_services.status_report import MoveCounts
 
 ASK_TIMEOUT_S: Final = 10.0

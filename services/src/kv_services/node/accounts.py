@@ -1,9 +1,10 @@
 """Which tenants a node's pool counts, and what the cluster file lets each of them hold."""
 
 from kv_prefix.quotas import AccountLimits, AccountSource
-from kv_services.config import ClusterConfig, TenantConfig, parse_bytes
+from kv_services.config import ClusterConfig, TenantConfig
 from kv_services.config_errors import ConfigError
 from kv_services.replica.service import ReplicaService
+from kv_services.sizes import parse_bytes
 from kv_services.tenants import tenant_mark, tenant_scope
 
 

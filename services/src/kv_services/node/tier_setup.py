@@ -13,13 +13,14 @@ from kv_prefix.tiers.disk import DiskShape, DiskStore
 from kv_prefix.tiers.remote import RemoteStore, require_usable
 from kv_prefix.tiers.spill import SpillQueue
 from kv_prefix.tiers.store import TierStore
-from kv_services.config import ClusterConfig, RemoteTierSection, Role, parse_bytes
+from kv_services.config import ClusterConfig, RemoteTierSection, Role
 from kv_services.membership.actor import ClusterView
 from kv_services.membership.state import Liveness
 from kv_services.node.context import NodeContext
 from kv_services.node.orphans import Orphans, Peers
 from kv_services.node.tier import NodeTier, Opened
 from kv_services.purge_file import PurgeFile
+from kv_services.sizes import parse_bytes
 from kv_services.tenants import OPEN_TENANT, tenant_mark, tenant_scope
 
 SPILL_SHARE: Final = 16
