@@ -1,6 +1,7 @@
 """The stream between completer and reader: bounded, in order, ended once."""
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -135,3 +136,29 @@ async def test_two_readers_of_one_stream_are_a_bug_that_shows() -> None:
         await anext(stream)
     stream.finish(finished())
     assert await first == finished()
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "cancel"])
+async def test_a_stream_that_is_over_lets_go_of_whoever_made_it(end: str) -> None:
+    class Maker:
+        def __init__(self) -> None:
+            self.stream = TokenStream(on_taken=self.hear, on_stop=self.stop, on_cancel=self.stop)
+
+        def hear(self, taken: int) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+    maker = Maker()
+    gone = weakref.ref(maker)
+    stream = maker.stream
+    match end:
+        case "finish":
+            stream.finish(finished())
+        case "fail":
+            stream.fail(NoNodesError(role="decode", model="m"))
+        case _:
+            stream.cancel()
+    del maker
+    assert gone() is None  # by counting references, without a collection

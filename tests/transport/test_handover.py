@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -261,3 +263,23 @@ async def test_a_slot_that_was_reused_is_never_written(transport: TransportName,
         with pytest.raises(StaleGeneration):
             await handover.finish(10_000)
         assert receiver.content(target) == before
+
+
+async def test_a_handover_that_is_over_is_gone_without_a_collection(transport: TransportName, tmp_path: Path) -> None:
+    async with pair(transport, tmp_path) as (sender, receiver):
+        source, target = sender.filled(2, seed=3), receiver.blocks(2)
+        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=2 * SMALL.block_size)
+        inbound = receiver.engine.expect(REQUEST, grant)
+        handover = sender.engine.open_handover(REQUEST, grant)
+        for layer in range(SMALL.num_layers):
+            handover.submit(layer, source)
+        await handover.finish(10_000)
+        await inbound.done()
+        await inbound.released()
+        gone = weakref.ref(inbound)
+        gc.disable()
+        try:
+            del inbound
+            await eventually(lambda: gone() is None)
+        finally:
+            gc.enable()

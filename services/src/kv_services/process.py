@@ -33,6 +33,7 @@ from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId
 from kv_core.wire import WIRE_REVISION, Registry
 from kv_prefix.prefix_index import PrefixIndex
+from kv_services import garbage
 from kv_services.config import ClusterConfig, NodeConfig
 from kv_services.errors import LifeOverError, ReplicaEndedError
 from kv_services.event_log import EventLog
@@ -341,6 +342,7 @@ async def _live(
         loop.add_signal_handler(number, stop.set)
 
     def ready() -> None:
+        garbage.set_aside()
         base.ready = True
         _log.info("ready node=%s role=%s incarnation=%d", node.id, node.role.value, base.incarnation)
 

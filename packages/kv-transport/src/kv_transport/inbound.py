@@ -236,7 +236,10 @@ class Inbound:
                 self._timers.clear()
                 self._settled.set()
                 self._released.set()
-                for call in self._when_released:
+                # No peer writes any more, so there is no more news, and no ring of what knows each other is left.
+                self.entry.listener = None
+                calls, self._when_released = self._when_released, []
+                for call in calls:
                     call()
 
     def _fail(self, error: KVError) -> None:

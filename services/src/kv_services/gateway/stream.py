@@ -111,6 +111,7 @@ class TokenStream:
         self._wake()
         if self._end is None:
             self._on_cancel()
+        self._let_go()
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -144,6 +145,11 @@ class TokenStream:
             return
         self._end = end
         self._wake()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # None of them is called any more; whoever made the stream is likely to hold it, and would be garbage in a ring.
+        self._on_taken = self._on_stop = self._on_cancel = _ignore
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
