@@ -66,7 +66,7 @@ def test_a_request_that_is_over_is_gone_without_a_collection(monkeypatch: pytest
     async def run(clock: LoopClock) -> list[int]:
         world = World(clock, 1, 1)
         try:
-            await world.start(world.nodes)
+            await world.start()
             answers = [await world.ask() for _ in range(3)]
         finally:
             await world.stop()
