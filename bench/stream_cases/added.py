@@ -2,14 +2,14 @@
 
 Gateway and control path: one node computes and decodes. The hand-over: a prefill and a decode node, every prompt moved.
 By cost: the same two, where a prompt is computed where it is decoded if that is quicker (`routing.decode_alone_ms`).
-vllm-router, which moves no KV, is compared with the first.
+vllm-router, which moves no KV, is compared with the first, and so is the shortest path that Python has.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import harness
-from bench.stream_cases import bare, router
+from bench.stream_cases import bare, router, shortest
 from bench.stream_cases.clients import Question, stream_for
 from kv_services.config import LimitsSection, RoutingSection
 from tests.integration.helpers_integration import Fabric, running
@@ -58,6 +58,17 @@ async def measure(report: harness.Report, seconds: float, asked: Sequence[Questi
             ratio_need=0.5 if theirs else None,
             note=f"a node that computes and decodes; {one.bare_ms:.2f} ms without a cluster"
             + ("" if theirs else "; vllm-router is not installed: make bench-peers PEERS=vllm-router"),
+        )
+    )
+    report.add(
+        harness.compare(
+            "1 stream: the same, beside the shortest path through Python",
+            one.added_ms,
+            "ms",
+            reference="HTTP, one message there and one back, nothing decided",
+            reference_value=await shortest.added_ms(asked[:200]),
+            better="lower",
+            note="no cluster of Python processes joined by ZeroMQ with CURVE adds less",
         )
     )
     report.add(

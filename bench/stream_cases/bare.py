@@ -29,27 +29,22 @@ def first_token(arena: BufferPagedKV, tokens: Sequence[int]) -> int:
 
 def alone(asked: Sequence[Question]) -> float:
     """Milliseconds to the first token by calls."""
-    arena = _arena()
+    memory = arena()
     took: list[float] = []
     for question in asked:
         began_s = time.perf_counter()
-        first_token(arena, question.tokens)
+        first_token(memory, question.tokens)
         took.append((time.perf_counter() - began_s) * 1e3)
     return median(took)
 
 
 async def behind_http(asked: Sequence[Question]) -> float:
     """Milliseconds to the first event of a streamed answer of an HTTP server that does nothing else."""
-    arena = _arena()
+    memory = arena()
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
-        text = chr(first_token(arena, body["prompt"]))
-        answer = {"id": "x", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
-        return response
+        return await streamed(request, chr(first_token(memory, body["prompt"])))
 
     application = web.Application(client_max_size=1 << 24)
     application.router.add_post("/v1/completions", complete)
@@ -59,13 +54,25 @@ async def behind_http(asked: Sequence[Question]) -> float:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         async with aiohttp.ClientSession() as session:
-            took = [await _ask(session, f"http://{host}:{port}/v1/completions", question) for question in asked]
+            took = [
+                await first_event_ms(session, f"http://{host}:{port}/v1/completions", question) for question in asked
+            ]
     finally:
         await runner.cleanup()
     return median(took[2:])
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, question: Question) -> float:
+async def streamed(request: web.Request, text: str) -> web.StreamResponse:
+    """An answer of one event."""
+    answer = {"id": "x", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+async def first_event_ms(session: aiohttp.ClientSession, url: str, question: Question) -> float:
+    """Ask, and see that the first token is the right one."""
     body = {"model": "stub", "prompt": list(question.tokens), "max_tokens": 16, "temperature": 0, "stream": True}
     began_s = time.perf_counter()
     async with session.post(url, json=body) as response:
@@ -78,5 +85,6 @@ async def _ask(session: aiohttp.ClientSession, url: str, question: Question) -> 
     return took_ms
 
 
-def _arena() -> BufferPagedKV:
+def arena() -> BufferPagedKV:
+    """Memory for the prompts that are asked here, one at a time."""
     return BufferPagedKV(bytearray(SLOTS * GEOMETRY.block_nbytes), GEOMETRY, Layout.LAYER_FIRST, SLOTS)
