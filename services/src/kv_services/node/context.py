@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_bus.interface import Bus
+from kv_bus.interface import Bus, Request
 from kv_core.block import BlockRef
 from kv_core.checksum import xxh3_64
 from kv_core.clock import Clock
@@ -14,6 +14,7 @@ from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import PoolEvent
 from kv_prefix.prefix_index import PrefixIndex
 from kv_services.config import ClusterConfig, NodeConfig
+from kv_services.messages import ReserveDecode, RunPrefill
 from kv_services.metrics import Metrics
 from kv_services.node.compute import Compute
 from kv_services.node.exact_blocks import ExactBlocks
@@ -77,6 +78,23 @@ class NodeContext:
     @property
     def num_layers(self) -> int:
         return self.arena.geometry.num_layers
+
+    async def take_in(self, request: Request[ReserveDecode] | Request[RunPrefill]) -> Namespace:
+        """What precedes every prompt: its gateway's word that it owns it is followed, and what lies of it in slower
+        tiers comes up, beside the turns of others. Gives the namespace.
+
+        Raises:
+            StaleReplicaError, HolderLostError, ReplicaEndedError: that word cannot be followed.
+        """
+        message = request.message
+        namespace = message.namespace.namespace()
+        self.replica.hear_news(request.sender, request.incarnation, message.news)
+        if message.after:
+            await self.replica.caught_up(message.after, request.deadline_ns)
+        self.replica.know(namespace)
+        await self.tiers.promote(namespace, message.tokens, request.deadline_ns)
+        self.past.note(message.request_id, namespace, message.tokens)
+        return namespace
 
     def prepare(self, refs: Sequence[BlockRef]) -> None:
         """Make older references to these slots void, before anything is written into them (A3)."""

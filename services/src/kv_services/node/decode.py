@@ -120,13 +120,7 @@ class DecodeActor(Actor[DecodeEvent, DecodeEffect]):
 
     async def _on_reserve(self, request: Request[ReserveDecode]) -> Reply:
         message, key = request.message, _key(request.message)
-        namespace = message.namespace.namespace()
-        self._ctx.replica.hear_news(request.sender, request.incarnation, message.news)
-        if message.after:
-            await self._ctx.replica.caught_up(message.after, request.deadline_ns)
-        self._ctx.replica.know(namespace)
-        await self._ctx.tiers.promote(namespace, message.tokens, request.deadline_ns)
-        self._ctx.past.note(message.request_id, namespace, message.tokens)
+        namespace = await self._ctx.take_in(request)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()

@@ -89,14 +89,8 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
     async def _on_run(self, request: Request[RunPrefill]) -> Reply:
         message = request.message
         key = (RequestId(message.request_id), message.epoch)
-        namespace = message.namespace.namespace()
-        self._ctx.replica.hear_news(request.sender, request.incarnation, message.news)
-        if message.after:
-            await self._ctx.replica.caught_up(message.after, request.deadline_ns)
-        self._ctx.replica.know(namespace)
-        # Before its turn, and beside the turns of others: what lies in slower tiers comes up while they are computed.
-        await self._ctx.tiers.promote(namespace, message.tokens, request.deadline_ns)
-        self._ctx.past.note(message.request_id, namespace, message.tokens)
+        # Before its turn: what must come up does so while others are computed.
+        namespace = await self._ctx.take_in(request)
         if key in self._asked:
             raise LocalProtocolError(detail=f"{message.request_id} epoch {message.epoch} was asked for twice")
         now_ns = self._ctx.clock.monotonic_ns()
