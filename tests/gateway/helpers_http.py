@@ -74,7 +74,9 @@ def token_with(index: int, token_id: int, top: int | None) -> Token:
 
 def finish_of(request: GenerationRequest, reason: FinishReason, completion: int, cached: int = 0) -> Finished:
     usage = Usage(len(request.prompt_token_ids), completion, cached)
-    timings = Timings("d1", "p1", kv_bytes_moved=4096, transport="shm", handover_ns=2_500_000)
+    timings = Timings(
+        "d1", "p1", kv_bytes_moved=4096, transport="shm", handover_ns=2_500_000, prefill_ns=7_000_000, tail_ns=500_000
+    )
     return Finished(reason, usage, timings)
 
 

@@ -20,8 +20,9 @@ DONE = PrefillDone(
     retries=0,
     handover_ns=5_000_000,
     transport="shm",
-    queued_ns=0,
-    compute_ns=0,
+    queued_ns=1_000_000,
+    compute_ns=20_000_000,
+    tail_ns=300_000,
 )
 
 
@@ -42,6 +43,7 @@ def test_what_was_found_is_told_by_the_prefill_node_and_until_then_by_the_decode
     assert figures.usage(50, 7).cached_tokens == 50
     told = figures.timings()
     assert (told.prefill_node, told.decode_node, told.kv_bytes_moved, told.transport) == ("p", "d", 4096, "shm")
+    assert (told.prefill_ns, told.handover_ns, told.tail_ns) == (21_000_000, 5_000_000, 300_000)
 
 
 def test_an_answer_that_no_prefill_node_worked_for_says_so() -> None:

@@ -20,7 +20,9 @@ FABRIC = {
     "cached_tokens": 0,
     "kv_bytes_moved": 4096,
     "transport": "shm",
+    "prefill_ms": 7.0,
     "handover_ms": 2.5,
+    "handover_tail_ms": 0.5,
     "attempts": 1,
 }
 

@@ -57,6 +57,7 @@ async def test_equal_beginnings_are_computed_and_moved_once_and_every_token_is_r
     if len(fabric.kv_nodes) == 2:
         assert all(answer.cached >= SHARED // BLOCK * BLOCK for answer in first)
     assert {answer.fabric["transport"] for answer in first} == {backend}
+    assert all(answer.fabric["handover_tail_ms"] > 0 and answer.fabric["prefill_ms"] > 0 for answer in first)
     used = {transport for report in reports for transport in report.transports.values()}
     assert used == {backend}
 

@@ -136,7 +136,8 @@ class RunPrefill(Message, frozen=True, tag="run_prefill"):
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):
-    """Every byte was verified at the decode node. Token counts say where the prompt's KV came from."""
+    """Every byte was verified at the decode node. Token counts say where the prompt's KV came from; `tail_ns` is the
+    time from the last layer computed to the decode node's word that all of it is there and right."""
 
     request_id: Name
     epoch: Epoch
@@ -151,6 +152,7 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
     handover_ns: Count
     queued_ns: Count
     compute_ns: Count
+    tail_ns: Count = 0
 
 
 class HandoverDone(Message, frozen=True, tag="handover_done"):

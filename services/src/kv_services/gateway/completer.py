@@ -119,7 +119,9 @@ class Timings:
         prefill_node: None when the decode node held the whole prefix.
         kv_bytes_moved: verified bytes that reached the decode node.
         transport: backend that moved them, or "none".
-        handover_ns: from the first unit posted to the last one verified.
+        handover_ns: from the first unit posted to the last one verified; computing goes on meanwhile.
+        prefill_ns: from the prefill node's hearing of it to the last layer computed.
+        tail_ns: what the hand-over took beyond that, until the decode node had compared its checksum and said so.
         attempts: 1 plus the attempts that failed.
     """
 
@@ -129,6 +131,8 @@ class Timings:
     transport: str = "none"
     handover_ns: int = 0
     attempts: int = 1
+    prefill_ns: int = 0
+    tail_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,4 +49,6 @@ class Figures:
             transport=done.transport,
             handover_ns=done.handover_ns,
             attempts=attempts,
+            prefill_ns=done.queued_ns + done.compute_ns,
+            tail_ns=done.tail_ns,
         )

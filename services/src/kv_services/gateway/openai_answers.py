@@ -54,8 +54,10 @@ class UsageBody(Struct, frozen=True):
 
 
 class FabricBody(Struct, frozen=True):
-    """`kv_fabric`: where the request ran and what its KV cost. Times in milliseconds; `tokens_per_s` counts from the
-    first token, and is null for an answer of one."""
+    """`kv_fabric`: where the request ran and what its KV cost. Times in milliseconds: `prefill_ms` for waiting and
+    computing at the prefill node; `handover_ms` from the first bytes sent to the last ones verified, while computing
+    goes on; `handover_tail_ms` what of it came after that. `tokens_per_s` counts from the first token, and is null for
+    an answer of one."""
 
     request_id: str
     prefill_node: str | None
@@ -64,7 +66,9 @@ class FabricBody(Struct, frozen=True):
     cached_tokens: int
     kv_bytes_moved: int
     transport: str
+    prefill_ms: float
     handover_ms: float
+    handover_tail_ms: float
     ttft_ms: float
     tokens_per_s: float | None
     attempts: int
@@ -209,7 +213,9 @@ def fabric_body(request_id: str, usage: Usage, timings: Timings, *, ttft_ns: int
         cached_tokens=usage.cached_tokens,
         kv_bytes_moved=timings.kv_bytes_moved,
         transport=timings.transport,
+        prefill_ms=round(timings.prefill_ns / 1e6, 3),
         handover_ms=round(timings.handover_ns / 1e6, 3),
+        handover_tail_ms=round(timings.tail_ns / 1e6, 3),
         ttft_ms=round(ttft_ns / 1e6, 3),
         tokens_per_s=None if rate is None else round(rate, 2),
         attempts=timings.attempts,

@@ -204,6 +204,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         """One hand-over from its opening to the decode node's word that the entry is right."""
         handover: Handover | None = None
         result: HandoverStats | KVError
+        opened_ns = self._ctx.clock.monotonic_ns()
         try:
             await self._ctx.introductions.ensure(effect.decode_node, sending.deadline_ns)
             fidelity = self._fidelity_of(key, effect)
@@ -215,7 +216,10 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 raise sending.aborted
             stats = await self._finish(key, sending, handover)
             self._note_codec(effect.decode_node, handover, stats)
-            result = HandoverStats(stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns)
+            tail_ns = self._ctx.clock.monotonic_ns() - (sending.computed_ns or opened_ns)
+            result = HandoverStats(
+                stats.nbytes, stats.units, stats.retries, stats.transport, stats.duration_ns, tail_ns
+            )
         except KVError as error:
             result = error
         finally:
@@ -327,6 +331,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
         def call() -> None:
             sink = SendingSink(arena, sending, slots, now_ns)
             run_prefill(self._model, arena, effect.tokens, effect.start, effect.stop, slots, sink, stop, copy)
+            sending.computed_ns = now_ns()
             sink.send()
 
         began_ns = now_ns()
@@ -396,6 +401,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
                 handover_ns=stats.duration_ns,
                 queued_ns=effect.queued_ns,
                 compute_ns=effect.compute_ns,
+                tail_ns=stats.tail_ns,
             )
         )
 

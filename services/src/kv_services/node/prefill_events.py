@@ -50,13 +50,14 @@ class PrefillComputed:
 
 @dataclass(frozen=True, slots=True)
 class HandoverStats:
-    """How a hand-over went."""
+    """How a hand-over went. `tail_ns` of it came after everything was computed, and held the answer up."""
 
     nbytes: int
     units: int
     retries: int
     transport: str
     duration_ns: int
+    tail_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

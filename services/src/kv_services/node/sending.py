@@ -49,6 +49,8 @@ class Sending:
         self.finish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.aborted: KVError | None = None
         self.handover: Handover | None = None
+        self.computed_ns = 0
+        """When the last layer was computed; 0 until then, and if nothing was to be computed."""
         self.word: asyncio.Future[None] | None = None
         """The decode node's answer to what the checksum over everything is, once it was told."""
         self._handover: Opened | None = None

@@ -40,6 +40,8 @@ class Fabric(msgspec.Struct, frozen=True):
     handover_ms: float
     ttft_ms: float
     tokens_per_s: float | None
+    prefill_ms: float = 0.0
+    handover_tail_ms: float = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True):
