@@ -192,8 +192,20 @@ class Answers(_Frame, frozen=True, tag=19):
     """Initiator, shared memory: beside this first frame is a page in which puts are answered; see `doorbell`."""
 
 
-FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye | Sums | Answers
-FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye | Sums
+class PlacedMany(_Frame, frozen=True, tag=20):
+    """Initiator, shared memory: several that were placed, told together."""
+
+    units: list[Placed]
+
+
+class AckedMany(_Frame, frozen=True, tag=21):
+    """Owner: these of a `PlacedMany` are verified."""
+
+    seqs: list[int]
+
+
+FromInitiator = Open | Placed | Write | Read | Map | Note | Fenced | GiveUp | Ping | Bye | Sums | Answers | PlacedMany
+FromOwner = Opened | Refused | Acked | Data | Mapped | Keyed | Fence | Ping | Bye | Sums | AckedMany
 Frame = FromInitiator | FromOwner
 
 _encoder: Final = msgspec.msgpack.Encoder()

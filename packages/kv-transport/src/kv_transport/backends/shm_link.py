@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +13,7 @@ from kv_transport.arena import ArenaView, map_arena
 from kv_transport.backends.base import Link, LinkOwner, Posted, Surroundings
 from kv_transport.backends.bell import Bell
 from kv_transport.backends.seqpacket import FrameSocket
+from kv_transport.backends.shm_jobs import Jobs, Moved, ticket_of
 from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
 from kv_transport.doorbell import DAMAGED, PLACES, SENT, AnswersWanted
 from kv_transport.errors import (
@@ -23,8 +23,21 @@ from kv_transport.errors import (
     GeometryMismatch,
     GrantRefused,
     LeaseEnded,
+    TransferTooLarge,
 )
-from kv_transport.frames import Answers, Bye, Frame, FromOwner, Map, Mapped, Placed, decode_from_owner, encode
+from kv_transport.frames import (
+    AckedMany,
+    Answers,
+    Bye,
+    Frame,
+    FromOwner,
+    Map,
+    Mapped,
+    Placed,
+    PlacedMany,
+    decode_from_owner,
+    encode,
+)
 from kv_transport.regions import MappedBuffer
 from kv_transport.ticket_checks import require_generations
 from kv_transport.tickets import AgentMetadata, ReadGrant
@@ -58,9 +71,7 @@ class ShmLink(Link):
         self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
         self._descriptors: dict[int, int] = {}
         self._mapping_now = 0
-        self._jobs_lock = threading.Lock()
-        self._jobs = 0
-        self._busy: dict[int, int] = {}
+        self._jobs = Jobs(around.config.window_size // 4)  # most of a window goes on while those are answered
         self._bell = bell
         self._page = AnswersWanted.create()
         self._quiet: dict[int, int] = {}  # place on the page -> the put that will be answered there
@@ -89,7 +100,7 @@ class ShmLink(Link):
             waiting.append((seq, unit))
             return
         self._waiting[key] = [(seq, unit)]
-        self._around.spawn(self._map(key, unit.ticket.ticket if unit.ticket is not None else 0))
+        self._around.spawn(self._map(key, ticket_of(unit)))
 
     async def _map(self, key: tuple[int, bool], ticket: int) -> None:
         region, write = key
@@ -191,50 +202,53 @@ class ShmLink(Link):
     # Moving.
 
     def _start(self, seq: int, unit: Unit, memory: _Mapping) -> None:
-        ticket = unit.ticket.ticket if unit.ticket is not None else 0
         if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
             # Here, on the loop: nothing that ends the link or fences the ticket comes in between.
-            error = self._move(seq, unit, memory, ticket, self._nonces())
-            if error is not None or unit.op is XferOp.READ:
-                self._settle(seq, error)
+            moved = self._move(seq, unit, memory, self._nonces())
+            if moved.placed is not None:
+                self._send(moved.placed)
+            else:
+                self._settle(seq, moved.error)
             return
-        with self._jobs_lock:
-            self._jobs += 1
-            self._busy[ticket] = self._busy.get(ticket, 0) + 1
-        self._workers.submit(partial(self._work, seq, unit, memory, ticket, self._nonces()))
+        self._jobs.begin(unit)
+        self._workers.submit(partial(self._work, seq, unit, memory, self._nonces()))
 
-    def _work(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> None:
-        """Runs in a worker. The loop is woken only for what it must do something about: not for a unit that was
-        placed, which the peer's answer settles.
+    def _work(self, seq: int, unit: Unit, memory: _Mapping, nonce: int) -> None:
+        """Runs in a worker, which also rings the doorbell."""
+        self._tell(self._jobs.moved(self._move(seq, unit, memory, nonce)))
+
+    def _tell(self, jobs: list[Moved]) -> None:
+        """Say what became of those, from any thread. The loop is woken only for what it must do something about: not
+        for units that were placed, which the peer's answer settles.
         """
-        error = self._move(seq, unit, memory, ticket, nonce)
-        with self._jobs_lock:
-            self._jobs -= 1
-            self._busy[ticket] -= 1
-            if not self._busy[ticket]:
-                del self._busy[ticket]
-            # Whoever ends the link or fences the ticket after this finds that the job is over.
-            awaited = self.lost is not None or ticket in self._fences
-        if awaited or error is not None or unit.op is XferOp.READ:
-            self._around.poster.post(partial(self._moved, seq, unit, error))
+        if not jobs:
+            return
+        placed = [job.placed for job in jobs if job.placed is not None]
+        for frame in _together(placed):
+            self._socket.send(frame)
+        self._jobs.told(jobs)
+        # Whoever ends the link or fences a ticket after this finds that the jobs are over.
+        awaited = self.lost is not None or any(job.ticket in self._fences for job in jobs)
+        if awaited or len(placed) < len(jobs):
+            self._around.poster.post(partial(self._moved, jobs))
 
-    def _move(self, seq: int, unit: Unit, memory: _Mapping, ticket: int, nonce: int) -> KVError | None:
-        """Move the bytes; the error that came of it."""
+    def _move(self, seq: int, unit: Unit, memory: _Mapping, nonce: int) -> Moved:
+        """Move the bytes."""
+        placed: Placed | None = None
         try:
             self._check_shape(unit, memory)
             if unit.op is XferOp.WRITE:
-                self._write(seq, unit, memory, nonce, self._stopped(ticket))
+                placed = Placed(seq, unit.head(nonce, self._write(unit, memory)))
             else:
-                self._read(unit, memory, self._stopped(ticket))
+                self._read(unit, memory)
         except Exception as error:
-            return self._failure(unit, error)
-        return None
+            return Moved(seq, unit, self._failure(unit, error), None)
+        return Moved(seq, unit, None, placed)
 
     def _failure(self, unit: Unit, error: Exception) -> KVError:
         match error:
             case CopyStopped():
-                ticket = unit.ticket.ticket if unit.ticket is not None else 0
-                return self.lost or GrantRefused(ticket=ticket, reason="it was revoked by its owner")
+                return self.lost or GrantRefused(ticket=ticket_of(unit), reason="it was revoked by its owner")
             case IndexError():
                 # Our own side was checked when the transfer was made.
                 return FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
@@ -243,7 +257,8 @@ class ShmLink(Link):
             case _:
                 return LocalProtocolError(detail=f"moving a unit raised {error!r}")
 
-    def _stopped(self, ticket: int) -> Callable[[], bool]:
+    def _stopped(self, unit: Unit) -> Callable[[], bool]:
+        ticket = ticket_of(unit)
         return lambda: self.lost is not None or ticket in self._fences
 
     def _check_shape(self, unit: Unit, memory: _Mapping) -> None:
@@ -254,7 +269,9 @@ class ShmLink(Link):
         if theirs != expected:
             raise GeometryMismatch(field="arena", ours=str(expected), theirs=str(theirs))
 
-    def _write(self, seq: int, unit: Unit, memory: _Mapping, nonce: int, stopped: Callable[[], bool]) -> None:
+    def _write(self, unit: Unit, memory: _Mapping) -> list[int]:
+        """The CRC-64 of each cell."""
+        stopped = self._stopped(unit)
         if unit.ticket is not None and isinstance(memory, ArenaView):
             require_generations(memory, unit.ticket, unit.start, unit.end)
         if unit.arena is not None:
@@ -263,10 +280,10 @@ class ShmLink(Link):
         else:
             checks, expected = copy_unsealed(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
         self._compare(unit, checks, expected)
-        # The doorbell: rung by the thread that placed the bytes.
-        self._socket.send(encode(Placed(seq, unit.head(nonce, checks))))
+        return checks
 
-    def _read(self, unit: Unit, memory: _Mapping, stopped: Callable[[], bool]) -> None:
+    def _read(self, unit: Unit, memory: _Mapping) -> None:
+        stopped = self._stopped(unit)
         if unit.ticket is None or not isinstance(memory, ArenaView):
             checks, expected = copy_unsealed(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
             self._compare(unit, checks, expected)
@@ -289,20 +306,19 @@ class ShmLink(Link):
             self._around.ledger.count_checksum_failure()
             raise ChecksumMismatch(peer=str(self.peer), transport="shm", bad=bad, total=len(checks), layer=unit.layer)
 
-    def _moved(self, seq: int, unit: Unit, error: KVError | None) -> None:
+    def _moved(self, jobs: list[Moved]) -> None:
+        for seq, error in [(job.seq, job.error) for job in jobs if job.placed is None]:
+            if self.lost is None:
+                self._settle(seq, error)
         if self.lost is not None:
             self._rest_if_idle()
-        elif error is not None or unit.op is XferOp.READ:
-            self._settle(seq, error)
         else:
             self._confirm_fences()
 
     def _ticket_busy(self, ticket: int) -> bool:
         """One that waits for a mapping counts: it may get it, and begin, before it hears of a fence."""
         waiting = (unit.ticket for units in self._waiting.values() for _, unit in units)
-        with self._jobs_lock:
-            busy = ticket in self._busy
-        return busy or any(grant is not None and grant.ticket == ticket for grant in waiting)
+        return self._jobs.busy(ticket) or any(grant is not None and grant.ticket == ticket for grant in waiting)
 
     # The socket.
 
@@ -325,7 +341,10 @@ class ShmLink(Link):
         self._received(frame)
 
     def _received_other(self, frame: FromOwner) -> None:
-        if isinstance(frame, Mapped):
+        if isinstance(frame, AckedMany):
+            for seq in frame.seqs:
+                self._settle(seq, None)
+        elif isinstance(frame, Mapped):
             self._answer(frame.seq, frame)
         else:
             super()._received_other(frame)
@@ -338,9 +357,7 @@ class ShmLink(Link):
 
     def _rest_if_idle(self) -> None:
         """Goodbye comes after the last copy: to the owner it is the proof that we write no more."""
-        with self._jobs_lock:
-            jobs = self._jobs
-        if jobs or self._ended.is_set() or self.lost is None:
+        if self._jobs.busy() or self._ended.is_set() or self.lost is None:
             return
         self._socket.send(encode(Bye()))
         self._socket.close()
@@ -356,6 +373,16 @@ class ShmLink(Link):
             self._page.close()
             self._page = None
         self._settle_all(self.lost)
+
+
+def _together(placed: list[Placed]) -> list[bytes]:
+    """What tells of those units: one frame, where one can hold them all."""
+    if len(placed) > 1:
+        try:
+            return [encode(PlacedMany(placed))]
+        except TransferTooLarge:
+            pass
+    return [encode(one) for one in placed]
 
 
 def _make_message(unit: Unit) -> bool:

@@ -21,12 +21,14 @@ from kv_transport.doorbell import AnswersGiven
 from kv_transport.errors import ConnectionLost, FrameRefused, InvalidDescriptor
 from kv_transport.frames import (
     Acked,
+    AckedMany,
     Answers,
     Frame,
     FromInitiator,
     Map,
     Mapped,
     Placed,
+    PlacedMany,
     decode_from_initiator,
     encode,
     refusal,
@@ -85,9 +87,9 @@ class ShmSession(OwnerSession):
         except FrameRefused as error:
             self._offence(str(error))
             return
-        if isinstance(frame, Placed):
+        if isinstance(frame, Placed | PlacedMany):
             self._hear()
-            self._placed(frame)
+            self._placed([frame] if isinstance(frame, Placed) else frame.units)
         else:
             self._received(frame)
 
@@ -137,17 +139,23 @@ class ShmSession(OwnerSession):
         if self._page is None or self._bell.rung == rung:
             self._send(Acked(seq))
 
-    def _placed(self, frame: Placed) -> None:
-        try:
-            self._around.ledger.place(self, frame.unit)
-        except KVError as error:
-            self._send(refusal(frame.seq, error))
+    def _placed(self, frames: list[Placed]) -> None:
+        seqs: list[int] = []
+        for frame in frames:
+            try:
+                self._around.ledger.place(self, frame.unit)
+            except KVError as error:
+                self._send(refusal(frame.seq, error))
+            else:
+                seqs.append(frame.seq)
+        if not seqs:
             return
-        if frame.unit.notif:
-            # Whoever waits for the notification is woken first: the writer does not wait, it has gone on.
-            self._around.loop.call_soon(self._send, Acked(frame.seq))
+        answer = Acked(seqs[0]) if len(seqs) == 1 else AckedMany(seqs)
+        if any(frame.unit.notif for frame in frames):
+            # Whoever waits for a notification is woken first: the writer does not wait, it has gone on.
+            self._around.loop.call_soon(self._send, answer)
         else:
-            self._send(Acked(frame.seq))
+            self._send(answer)
 
     def _map(self, frame: Map) -> None:
         try:
