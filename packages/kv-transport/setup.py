@@ -15,6 +15,6 @@ def extension(name: str) -> Extension:
 
 
 setup(
-    ext_modules=[extension("_kernels"), extension("_stream_io"), extension("_doorbell")],
+    ext_modules=[extension("_kernels"), extension("_stream_io"), extension("_doorbell"), extension("_ucx_io")],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_core.errors import KVError, MissingExtraError
+from kv_core.errors import KVError, LocalProtocolError, MissingExtraError
 from kv_core.ids import Incarnation, NodeId, RequestId
 from kv_transport import Access, TransferAgent, TransportConfig, XferDesc, XferOp, XferState
+from kv_transport.arena_layout import IntArray
 from kv_transport.auth import SessionKeys
 from kv_transport.backends.ucx_binding import UcxDevices, network_devices, parse_devices
 from kv_transport.backends.ucx_wire import UcxConnection, split, unpack_hello, unpack_reply
@@ -154,6 +156,8 @@ async def test_bytes_travel_while_they_are_summed_and_are_told_of_after_both(
         )
 
     monkeypatch.setattr(Unit, "take_checks", sum_later)
+    # Where the processor moves the bytes they are summed on their way, as the next test shows.
+    monkeypatch.setattr(UcxDevices, "has_rdma", property(lambda self: True))
     with SharedBuffer.create(1 << 18, budget=NO_RESERVE) as one, SharedBuffer.create(1 << 18, budget=NO_RESERVE) as two:
         async with pair("ucx", tmp_path) as (left, right):
             ours, theirs = (
@@ -178,6 +182,56 @@ async def test_bytes_travel_while_they_are_summed_and_are_told_of_after_both(
             assert xfer.state is XferState.POSTED, "nobody knows that the bytes are there"
             told()
             await xfer.done(20_000)
+
+
+async def test_what_the_processor_moves_is_summed_on_its_way_and_told_of_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    placed, put = queue.Queue[Callable[[], None]](), UcxConnection.put_summed
+
+    def tell_later(
+        self: UcxConnection,
+        memory: memoryview,
+        cells: IntArray,
+        remote: int,
+        key: int,
+        done: Callable[[str | None], None],
+    ) -> list[int]:
+        later = lambda failure: placed.put(partial(self.engine.call, partial(done, failure)))  # noqa: E731
+        return put(self, memory, cells, remote, key, later)
+
+    def broken(self: UcxConnection, *arguments: object) -> list[int]:
+        raise IndexError("made up")
+
+    monkeypatch.setattr(Unit, "take_checks", lambda self: pytest.fail("summed apart from its bytes"))
+    with SharedBuffer.create(1 << 23, budget=NO_RESERVE) as one, SharedBuffer.create(1 << 23, budget=NO_RESERVE) as two:
+        async with pair("ucx", tmp_path) as (left, right):
+            ours, theirs = (
+                XferDesc(end.agent.register_memory(memory, Access.WRITE).region, 64, (1 << 23) - 100)
+                for end, memory in ((left, one), (right, two))
+            )
+            introduce(left, right)
+            xfer = left.agent.initialize_xfer(XferOp.WRITE, [ours], [theirs], right.agent.name.node)
+            one.data[:] = np.random.default_rng(1).integers(0, 256, 1 << 23, np.uint8)
+            left.agent.transfer(xfer)
+            await xfer.done(20_000)
+            assert (two.data[64:-36] == one.data[64:-36]).all()
+            assert not two.data[:64].any() and not two.data[-36:].any()
+
+            with monkeypatch.context() as patched:
+                patched.setattr(UcxConnection, "put_summed", tell_later)
+                left.agent.transfer(xfer)
+                told = [await asyncio.to_thread(placed.get, timeout=20) for _ in range(2)]
+                await asyncio.sleep(0.1)
+                assert xfer.state is XferState.POSTED, "nobody knows that the bytes are there"
+                for tell in told:
+                    tell()
+                await xfer.done(20_000)
+
+            monkeypatch.setattr(UcxConnection, "put_summed", broken)
+            left.agent.transfer(xfer)
+            with pytest.raises(LocalProtocolError, match="made up"):
+                await xfer.done(20_000)
 
 
 async def test_an_idle_connection_costs_next_to_nothing(tmp_path: Path) -> None:

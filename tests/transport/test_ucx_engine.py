@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from ctypes import c_int
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +28,9 @@ class Ucp:
     def event_fd(self) -> int:
         return self._efd
 
-    def progress(self) -> int:
-        self.asked.append("progress")
-        return 0
+    def poll(self, tag: int, requests: Sequence[int], wanted: c_int, turns: int) -> bool:
+        self.asked += ["progress"] * turns
+        return bool(wanted.value or requests)
 
     def arm(self) -> bool:
         self.asked.append("arm")

@@ -367,8 +367,9 @@ static int prepare(PyObject *module)
 {
     (void)module;
     sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))PyCapsule_Import("kv_transport._kernels.crc64", 0);
-    copy_and_sum_both = (uint64_t(*)(uint8_t *, const uint8_t *, size_t, uint64_t, uint64_t *))PyCapsule_Import(
-        "kv_transport._kernels.copy_and_sum_both", 0);
+    if (sum) /* to import anything with an exception pending would leave the lock of imports held */
+        copy_and_sum_both = (uint64_t(*)(uint8_t *, const uint8_t *, size_t, uint64_t, uint64_t *))PyCapsule_Import(
+            "kv_transport._kernels.copy_and_sum_both", 0);
     if (sum && copy_and_sum_both)
         return 0;
     PyErr_Clear();

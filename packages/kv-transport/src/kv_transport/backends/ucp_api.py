@@ -10,15 +10,17 @@ request is over: nothing here keeps it alive.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Final
 
+from kv_transport.arena_layout import IntArray
+from kv_transport.backends import ucx_io
+from kv_transport.backends.ucx_io import Target, UcxCalls, as_status
 from kv_transport.errors import BackendUnavailable
 
 BUSY: Final = -15
 CANCELED: Final = -16
-_STATUS_LAST: Final = -200
 _INPROGRESS: Final = 1
 
 _ATTR_FLAGS: Final = 1 << 4
@@ -136,6 +138,7 @@ class Ucp:
         self._worker = c_void_p(worker)
         self._plain = _RequestParam()
         self._handlers: dict[int, object] = {}
+        self._calls = UcxCalls(library, worker)
 
     def text(self, status: int) -> str:
         """What a status means."""
@@ -147,6 +150,10 @@ class Ucp:
     def progress(self) -> int:
         """Advance what is under way; 0 when nothing happened."""
         return int(self._ucp.ucp_worker_progress(self._worker))
+
+    def poll(self, tag: int, requests: Sequence[int], wanted: c_int, turns: int) -> bool:
+        """Progress until there is something to do, as `ucx_io.poll` does."""
+        return ucx_io.poll(self._calls, tag, requests, wanted, turns)
 
     def event_fd(self) -> int:
         fd = c_int()
@@ -237,6 +244,18 @@ class Ucp:
             self._ucp.ucp_put_nbx(endpoint, local, nbytes, remote, key, ctypes.byref(self._plain)),
         )
 
+    def put_summed(
+        self, endpoint: int, memory: memoryview, cells: IntArray, remote: int, key: int
+    ) -> tuple[list[int], list[int], str | None]:
+        """Put cells, each piece right after it was summed, as `ucx_io.put_summed` does.
+
+        Returns:
+            The CRC-64 of each cell, the requests, and why UCX refused (then only the requests count).
+        """
+        target = Target(endpoint, remote, key, ctypes.addressof(self._plain))
+        checks, requests, status = ucx_io.put_summed(self._calls, target, memory, cells)
+        return checks, requests, self.text(status) if status else None
+
     def get(self, endpoint: int, local: int, nbytes: int, remote: int, key: int) -> int | None:
         return self._request(
             self._ucp.ucp_get_nbx(endpoint, local, nbytes, remote, key, ctypes.byref(self._plain)),
@@ -277,12 +296,8 @@ class Ucp:
 
     def _request(self, pointer: int | None) -> int | None:
         """A status pointer: NULL is done, a small negative number an error, anything else a request."""
-        if not pointer:
-            return None
-        signed = pointer - (1 << 64) if pointer >= 1 << 63 else pointer
-        if _STATUS_LAST < signed < 0:
-            self._check(signed)
-        return pointer
+        self._check(as_status(pointer))
+        return pointer or None
 
     def _check(self, status: int) -> None:
         if status < 0:

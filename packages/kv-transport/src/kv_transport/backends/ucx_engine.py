@@ -26,8 +26,8 @@ MESSAGE_BYTES_MAX: Final = limits.CONTROL_FRAME_BYTES_MAX + 64
 _POLLS: Final = 200
 """Turns without news before it sleeps, a fraction of a millisecond: a fabric has answered by then, and what a peer puts
 here has come on."""
-_LOOK_TURNS: Final = 16
-"""One of so many turns without news asks after messages and operations all the same."""
+_DRAIN_TURNS: Final = 200
+"""What is under way when it ends may take so many."""
 _NAP_S: Final = 0.001
 """Sleep while operations are under way: some of them end without a word on the descriptor (closing, for one)."""
 _SLEEP_S: Final = 1.0
@@ -56,7 +56,8 @@ class UcxEngine:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls: deque[Callable[[], None]] = deque()
         self._moves: deque[Callable[[], None]] = deque()
-        self._awake = False
+        self._wanted = ctypes.c_int(0)
+        """Others have handed something in."""
         self._operations: dict[_Operation, None] = {}
         self._arrivals: deque[_Arrival] = deque()
         self._on_message: Callable[[bytes], None] = lambda data: None
@@ -88,8 +89,8 @@ class UcxEngine:
         self._rouse()
 
     def _rouse(self) -> None:
-        if not self._awake and self._wake >= 0:
-            self._awake = True
+        if not self._wanted.value and self._wake >= 0:
+            self._wanted.value = 1
             os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
@@ -135,12 +136,11 @@ class UcxEngine:
         with select.epoll() as epoll:
             epoll.register(self._wake, select.EPOLLIN)
             epoll.register(efd, select.EPOLLIN)
-            quiet = 0
             while not (self._stopping and not self._calls and not self._moves):
                 try:
-                    quiet = 0 if self._turn(look=quiet > _POLLS or not quiet % _LOOK_TURNS) else quiet + 1
-                    may_sleep = not self._stopping and quiet > _POLLS
-                    if may_sleep and self.ucp.arm() and not self._calls and not self._moves:
+                    if self._turn() or self._stopping:
+                        continue
+                    if self.ucp.arm() and not self._calls and not self._moves:
                         epoll.poll(_NAP_S if self._operations else _SLEEP_S)
                 except BaseException as failure:
                     _log.exception("ucx thread failed thread=%s", self._thread.name)
@@ -153,47 +153,37 @@ class UcxEngine:
         binding.close()
 
     def _drain(self) -> None:
-        for _ in range(_POLLS):
+        for _ in range(_DRAIN_TURNS):
             if not self._operations:
                 return
-            self._turn(look=True)
+            self._turn()
 
-    def _turn(self, *, look: bool) -> bool:
-        """Do what there is to do; whether anything was.
-
-        Args:
-            look: ask after messages and operations though nothing moved. They change while UCX makes progress or is
-                called, so that asking in every turn only takes processor time from those who verify what arrived.
-        """
+    def _turn(self) -> bool:
+        """Do what there is to do, and wait a little for more; whether anything was."""
         busy = False
-        if self._awake:
+        if self._wanted.value:
             try:
                 os.eventfd_read(self._wake)
             except BlockingIOError:
                 pass
             # Cleared before the queues are looked at: a call appended after this wakes us again.
-            self._awake = False
+            self._wanted.value = 0
         while self._calls:
             busy = True
             self._calls.popleft()()
         if self._moves:
             busy = True
             self._moves.popleft()()
-        for _ in range(_POLLS):
-            if not self.ucp.progress():
-                break
-            busy = True
-        if not busy and not look:
-            return False
+        turns = 1 if self._moves or self._stopping else _POLLS
+        if not self.ucp.poll(TAG, [operation.requests[-1] for operation in self._operations], self._wanted, turns):
+            return busy
         while (found := self.ucp.probe(TAG)) is not None:
-            busy = True
             self._receive(*found)
         for operation in list(self._operations):
             if self._over(operation):
-                busy = True
                 del self._operations[operation]
                 operation.done(operation.error)
-        return busy
+        return True
 
     def _over(self, operation: _Operation) -> bool:
         requests = operation.requests

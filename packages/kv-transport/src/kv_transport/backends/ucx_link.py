@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from kv_core.checksum import crc64
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport import limits
@@ -151,11 +153,16 @@ class UcxLink(Link):
             return
         if unit.op is not XferOp.WRITE:
             self.connection.engine.move(partial(self._get, seq, unit, remote))
-        elif ticket in self._fences:
+            return
+        if ticket in self._fences:
             self._moved(seq, unit, GrantRefused(ticket=ticket, reason="it was revoked by its owner"))
+            return
+        writing, nonce = _Writing(seq, unit), self._nonces()
+        if unit.arena is None and not self.connection.engine.devices.has_rdma:
+            # UCX is about to copy the bytes itself: they are summed on their way, from the same cache.
+            self.connection.engine.move(partial(self._put_summed, writing, nonce, remote))
         else:
             # Memory that keeps no checksums is summed now, which takes its time: meanwhile its bytes travel.
-            writing, nonce = _Writing(seq, unit), self._nonces()
             self.connection.engine.move(partial(self._put, writing, remote))
             if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
                 self._sum_written(writing, nonce)
@@ -234,15 +241,19 @@ class UcxLink(Link):
 
     def _sum_written(self, writing: _Writing, nonce: int) -> None:
         """Also on the loop, for few bytes."""
-        header = b""
-        error: KVError | None = None
-        try:
-            header = encode(Placed(writing.seq, writing.unit.head(nonce, writing.unit.take_checks())))
-        except KVError as refused:
-            error = refused
-        except Exception as bug:
-            error = LocalProtocolError(detail=f"moving a unit raised {bug!r}")
+        header, error = self._header(writing, nonce, writing.unit.take_checks)
         self.connection.engine.call(partial(self._summed, writing, header, error))
+
+    def _header(
+        self, writing: _Writing, nonce: int, take_checks: Callable[[], list[int]]
+    ) -> tuple[bytes, KVError | None]:
+        """What tells the owner of the unit."""
+        try:
+            return encode(Placed(writing.seq, writing.unit.head(nonce, take_checks()))), None
+        except KVError as refused:
+            return b"", refused
+        except Exception as bug:
+            return b"", LocalProtocolError(detail=f"moving a unit raised {bug!r}")
 
     def _sum_read(self, seq: int, unit: Unit, expected: list[int]) -> None:
         view = unit.local.data_view
@@ -266,6 +277,22 @@ class UcxLink(Link):
 
         unit = writing.unit
         self.connection.put(unit.cells.runs(), unit.local.data.ctypes.data, remote.address, remote.key, placed)
+
+    def _put_summed(self, writing: _Writing, nonce: int, remote: _Remote) -> None:
+        def placed(failure: str | None) -> None:
+            writing.placed, writing.failure = True, failure
+            self._tell(writing)
+
+        def put() -> list[int]:
+            unit, where = writing.unit, (remote.address, remote.key)
+            cells = np.stack((unit.cells.local, unit.cells.remote, unit.cells.sizes), axis=1)
+            try:
+                return self.connection.put_summed(unit.local.data_view, cells, *where, placed)
+            except Exception:
+                writing.placed = True  # nothing is under way
+                raise
+
+        self._summed(writing, *self._header(writing, nonce, put))
 
     def _summed(self, writing: _Writing, header: bytes, error: KVError | None) -> None:
         writing.header, writing.error = header, error

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final
 
 from kv_transport import limits
+from kv_transport.arena_layout import IntArray
 from kv_transport.auth import MAC_BYTES, NONCE_BYTES, FrameMac, SessionKeys
 from kv_transport.backends.ucp_api import UcxStatusError
 from kv_transport.backends.ucx_engine import TAG, UcxEngine
@@ -150,6 +151,26 @@ class UcxConnection:
     def put(self, runs: Sequence[Run], local: int, remote: int, key: int, done: Callable[[str | None], None]) -> None:
         """Write runs and flush; `done` when they are at the other side and ours is no longer read."""
         self._move(runs, self.engine.ucp.put, local, remote, key, done, flush=True)
+
+    def put_summed(
+        self, memory: memoryview, cells: IntArray, remote: int, key: int, done: Callable[[str | None], None]
+    ) -> list[int]:
+        """The same of cells (`ucx_io.put_summed`), whose CRC-64s it gives: right unless `done` tells of a failure."""
+        if not self._usable:
+            done("the connection is over")
+            return []
+        ucp = self.engine.ucp
+        checks, put, failure = ucp.put_summed(self._endpoint, memory, cells, remote, key)
+        requests: list[int | None] = list(put)
+        if failure is None:
+            try:
+                requests.append(ucp.flush(self._endpoint))
+            except UcxStatusError as error:
+                failure = str(error)
+        if failure is not None:
+            self._end(failure)
+        self._watch(requests, done, error=failure)
+        return checks
 
     def get(self, runs: Sequence[Run], local: int, remote: int, key: int, done: Callable[[str | None], None]) -> None:
         """Read runs; `done` when they are here."""
