@@ -227,3 +227,19 @@ def test_by_one_call_or_step_by_step_the_same_is_admitted_and_refused() -> None:
         "FrameRefused",
     }
     assert len(set(owners[0].heard)) == len(owners[0].heard)
+
+
+def test_a_notification_is_as_long_as_it_may_be_and_no_longer() -> None:
+    table = RegionTable(NodeId("owner"))
+    with SharedBuffer.create(REGION_NBYTES, budget=NO_RESERVE) as memory:
+        table.add(memory, Access.WRITE)
+        owner = Owner(table, PeerHistory("writer"))
+        longest = bytes(limits.NOTIF_BYTES_MAX)
+        for step_by_step in (True, False):
+            nonce = 1 + 2 * (not step_by_step)
+            taken = owner.take(text_of(nonce, nonce, 1, 0, 64, nonce, longest, -1), step_by_step=step_by_step)
+            assert taken == (nonce, True) and owner.heard.pop() == longest
+            text = text_of(nonce + 1, nonce + 1, 1, 0, 64, nonce + 1, longest + b"x", -1)
+            refused = owner.take(text, step_by_step=step_by_step)
+            assert isinstance(refused, str) and refused.startswith("FrameRefused") and not owner.heard
+        assert owner.refused == 2

@@ -1,5 +1,6 @@
 """Replay window, grant progress, cutting and merging, and the receiver's machine, each against something simpler."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -7,10 +8,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kv_transport import frames, limits
 from kv_transport import inbound_state as ins
-from kv_transport import limits
 from kv_transport.descriptors import Cells, cut_units, merge_offsets, split_pieces
-from kv_transport.errors import ConnectionLost, GrantRefused, InvalidDescriptor, InvalidTransition, ReplayedNonce
+from kv_transport.errors import (
+    ConnectionLost,
+    FrameRefused,
+    GrantRefused,
+    InvalidDescriptor,
+    InvalidTransition,
+    ReplayedNonce,
+)
 from kv_transport.progress import GrantProgress
 from kv_transport.replay import ReplayWindow
 
@@ -222,3 +230,13 @@ def test_a_writer_that_comes_back_in_time_goes_on() -> None:
     assert machine.step(ins.Opened()) == []
     assert machine.step(ins.GraceOver()) == []
     assert machine.step(ins.LayerDone(1)) == [ins.LayerReady(1), ins.Succeed(), ins.Release()]
+
+
+@pytest.mark.parametrize("frame", [frames.Note, lambda text: frames.Placed(1, frames.UnitHead(0, 1, notif=text))])
+def test_a_notification_in_a_frame_is_as_long_as_it_may_be_and_no_longer(
+    frame: Callable[[bytes], frames.FromInitiator],
+) -> None:
+    longest = frame(bytes(limits.NOTIF_BYTES_MAX))
+    assert frames.decode_from_initiator(frames.encode(longest), "peer") == longest
+    with pytest.raises(FrameRefused):
+        frames.decode_from_initiator(frames.encode(frame(bytes(limits.NOTIF_BYTES_MAX + 1))), "peer")

@@ -7,13 +7,15 @@ sender can never point elsewhere; plain regions are named by runs and checked ag
 """
 
 import struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from kv_core.errors import FieldValue, KVError, error_from_wire
 from kv_transport import limits
 from kv_transport.errors import FrameRefused, TransferTooLarge
+
+Notification = Annotated[bytes, msgspec.Meta(max_length=limits.NOTIF_BYTES_MAX)]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -44,7 +46,7 @@ class UnitHead(_Frame, frozen=True):
     runs: list[int] = []
     checks: bytes = b""
     header: bytes = b""
-    notif: bytes = b""
+    notif: Notification = b""
     codec: str = ""
     put: int = 0
 
@@ -146,7 +148,7 @@ class Keyed(_Frame, frozen=True, tag=17):
 class Note(_Frame, frozen=True, tag=11):
     """Initiator: bytes for your `notifs()`."""
 
-    payload: bytes
+    payload: Notification
 
 
 class Fence(_Frame, frozen=True, tag=12):

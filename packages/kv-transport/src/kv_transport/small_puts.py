@@ -6,15 +6,19 @@ Any other is looked at step by step, which also says what is wrong with it.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Final
 
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
 from kv_transport import doorbell, limits
 from kv_transport.doorbell import AnswersGiven
+from kv_transport.errors import FrameRefused
 from kv_transport.regions import MemoryRegion, RegionTable
 from kv_transport.replay import PeerHistory
 from kv_transport.ticket_checks import refuse_piece
 from kv_transport.types import Access, PeerName
+
+_LONGEST: Final = doorbell.HEAD_NBYTES + limits.NOTIF_BYTES_MAX
 
 
 class SmallPuts:
@@ -52,6 +56,9 @@ class SmallPuts:
             GrantRefused, ReplayedNonce, ForgottenPut, FrameRefused, UnknownRegion, InvalidDescriptor: it is refused.
             CorruptHeaderError, UnsupportedHeaderVersionError: it is none.
         """
+        if len(text) > _LONGEST:
+            self._refused()
+            raise FrameRefused(peer=str(self._peer), reason=f"a put with a message of {len(text)} bytes")
         region = self._region
         if region is not None and self._regions.stands(region):
             with self._lock:

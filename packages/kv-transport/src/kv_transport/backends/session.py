@@ -8,7 +8,6 @@ from typing import Final
 
 from kv_core.errors import KVError, error_from_wire
 from kv_core.namespace import Fidelity
-from kv_transport import limits
 from kv_transport.backends.base import Surroundings
 from kv_transport.errors import ConnectionLost, FrameRefused, TransferTimeout
 from kv_transport.frames import (
@@ -98,10 +97,7 @@ class OwnerSession(abc.ABC):
             case Open():
                 self._open(frame)
             case Note(payload):
-                if len(payload) > limits.NOTIF_BYTES_MAX:
-                    self._offence(f"notification of {len(payload)} bytes")
-                else:
-                    self._around.on_note(self.peer.node, payload)
+                self._around.on_note(self.peer.node, payload)
             case Fenced(ticket):
                 ledger.fenced(self, ticket)
             case GiveUp(ticket, code):
