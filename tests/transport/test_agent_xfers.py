@@ -5,9 +5,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_core.ids import Incarnation, NodeId, RegionId
-from kv_transport import Access, SharedBuffer, TransferAgent, XferDesc, XferOp, XferState
+from kv_transport import Access, SharedBuffer, TransferAgent, TransportConfig, XferDesc, XferOp, XferState, limits
 from kv_transport.config import TransportName
 from kv_transport.errors import (
     AgentClosed,
@@ -21,6 +23,41 @@ from kv_transport.errors import (
 from tests.transport.helpers_transport import NO_RESERVE, config, introduce, node, pair
 
 MIB = 1 << 20
+
+
+async def test_units_over_shared_memory_are_larger_where_each_thread_gets_one(
+    transport: TransportName, tmp_path: Path
+) -> None:
+    """Two threads, 17 MiB: units of 8 MiB over shm and of 4 MiB over the others; with 9 MiB there is no difference."""
+    with (
+        SharedBuffer.create(17 * MIB, "one", budget=NO_RESERVE) as one,
+        SharedBuffer.create(17 * MIB, "two", budget=NO_RESERVE) as two,
+    ):
+        async with pair(transport, tmp_path) as (left, right):
+            mine = left.agent.register_memory(one)
+            theirs = right.agent.register_memory(two, Access.WRITE)
+            introduce(left, right)
+            one.data[:] = np.random.default_rng(2).integers(0, 256, 17 * MIB, np.uint8)
+            for nbytes, units in ((17 * MIB, 3 if transport == "shm" else 5), (9 * MIB, 3)):
+                for op in (XferOp.WRITE, XferOp.READ):
+                    ours, other = [XferDesc(region, 0, nbytes) for region in (mine.region, theirs.region)]
+                    async with left.agent.initialize_xfer(op, [ours], [other], NodeId("decode")) as xfer:
+                        left.agent.transfer(xfer)
+                        stats = await xfer.done(30_000)
+                        assert (stats.nbytes, stats.units) == (nbytes, units)
+                    assert bytes(two.data_view[:nbytes]) == bytes(one.data_view[:nbytes])
+
+
+@given(nbytes=st.integers(0, 1 << 30), threads=st.integers(1, 64))
+def test_no_thread_goes_without_a_unit_for_another_ones_larger_units(nbytes: int, threads: int) -> None:
+    settings = TransportConfig(copy_threads=threads)
+    over = {scheme: settings.unit_bytes_over(scheme, nbytes) for scheme in ("shm", "tcp", "ucx", "memory", "")}
+    chosen = over.pop("shm")
+    assert set(over.values()) == {limits.UNIT_BYTES}
+    assert limits.UNIT_BYTES <= chosen <= limits.UNIT_BYTES_MAX
+    assert min(threads, nbytes // limits.UNIT_BYTES) <= max(1, nbytes // chosen) or chosen == limits.UNIT_BYTES
+    told = TransportConfig(copy_threads=threads, unit_bytes=4096)
+    assert {told.unit_bytes_over(scheme, nbytes) for scheme in ("shm", "tcp")} == {4096}
 
 
 @pytest.mark.parametrize("nbytes", [64, 100_000, 9 * MIB + 17])

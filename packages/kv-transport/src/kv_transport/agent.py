@@ -312,7 +312,7 @@ class TransferAgent:
             return
         xfer.require_idle("posting")
         peer = self.peer(xfer.node)
-        units = xfer.units(self.regions, self.config.unit_bytes)
+        units = xfer.units(self.regions, peer.unit_bytes)
         units[-1].put = next(self._puts)
         if len(units) == 1:
             (region,) = xfer.regions

@@ -38,11 +38,11 @@ class ArenaLayout:
     def __post_init__(self) -> None:
         if not 1 <= self.num_slots <= limits.SLOTS_MAX:
             raise InvalidDescriptor(what="num_slots", value=self.num_slots, reason=f"1 to {limits.SLOTS_MAX}")
-        if self.cell_nbytes > limits.UNIT_BYTES_MAX:
+        if self.cell_nbytes > limits.UNIT_BYTES:
             raise InvalidDescriptor(
                 what="bytes per slot and layer",
                 value=self.cell_nbytes,
-                reason=f"one transfer unit holds {limits.UNIT_BYTES_MAX}; use a smaller block_size",
+                reason=f"one transfer unit holds {limits.UNIT_BYTES}; use a smaller block_size",
             )
 
     @property

@@ -37,7 +37,7 @@ class TransportConfig:
         copy_threads: threads that move bytes for shm.
         allow_ucx: whether `auto` may choose ucx (remote keys give unbounded access: fabrics you trust only).
         window_size: units in flight per peer.
-        unit_bytes: most bytes of one unit (a unit never crosses a layer).
+        unit_bytes: most bytes of one unit (a unit never crosses a layer); None: as `unit_bytes_over` says.
         connect_timeout_ms: for a connection including its handshake.
         unit_timeout_ms: for one unit from posting to acknowledgement.
         heartbeat_ms: how often an active link says that it lives.
@@ -57,7 +57,7 @@ class TransportConfig:
     copy_threads: int = 2
     allow_ucx: bool = False
     window_size: int = limits.WINDOW_SIZE
-    unit_bytes: int = limits.UNIT_BYTES_MAX
+    unit_bytes: int | None = None
     connect_timeout_ms: int = 2_000
     unit_timeout_ms: int = 5_000
     heartbeat_ms: int = 500
@@ -73,7 +73,7 @@ class TransportConfig:
             value = getattr(self, name)
             if not 1 <= value <= 64:
                 raise InvalidDescriptor(what=name, value=value, reason="1 to 64")
-        if not 4096 <= self.unit_bytes <= limits.UNIT_BYTES_MAX:
+        if self.unit_bytes is not None and not 4096 <= self.unit_bytes <= limits.UNIT_BYTES_MAX:
             raise InvalidDescriptor(what="unit_bytes", value=self.unit_bytes, reason=f"4096 to {limits.UNIT_BYTES_MAX}")
         for name in self.__slots__:
             value = getattr(self, name)
@@ -92,6 +92,18 @@ class TransportConfig:
     def encodes(self) -> bool:
         """Whether there is a transport that writes anything but raw bytes."""
         return self.transport == "tcp" or (self.transport == "auto" and self.tcp_host is not None)
+
+    def unit_bytes_over(self, scheme: str, nbytes: int) -> int:
+        """Most bytes of each unit of a transfer, or of a layer, of `nbytes` by that transport.
+
+        Over shm a thread moves a unit, and what is around a unit costs more than a tenth of moving 4 MiB. So units are
+        larger as long as there are enough bytes to give each thread one.
+        """
+        if self.unit_bytes is not None:
+            return self.unit_bytes
+        if scheme != "shm":
+            return limits.UNIT_BYTES
+        return max(limits.UNIT_BYTES, min(nbytes // self.copy_threads, limits.UNIT_BYTES_MAX))
 
     def ns(self, name: str) -> int:
         """A `..._ms` setting in nanoseconds."""

@@ -2,7 +2,7 @@
 
 The checksum is taken a few KiB behind the copy, from the destination, while that is still in the cache: this costs
 little more than the copy alone, and proves what has arrived rather than what was sent. A unit is one call: a copy that
-must stop does so within 4 MiB, and the interpreter is asked for twice, not once a piece.
+must stop does so within 8 MiB, and the interpreter is asked for twice, not once a piece.
 """
 
 from collections.abc import Callable

@@ -152,8 +152,9 @@ class KVCacheTransferEngine:
         cast = require_fit(agent.regions, grant)
         policy = self._policy(grant.codecs, codec, Codec.FP8_CAST.fidelity if cast else fidelity)
         held: set[int] = set()
+        peer = self._peer_of(grant)
         flow = agent.start_flow(
-            self._peer_of(grant),
+            peer,
             name=request_id,
             kind="handover",
             priority=priority,
@@ -163,7 +164,7 @@ class KVCacheTransferEngine:
             regions=held,
             policy=policy,
         )
-        return Handover(flow, grant, agent.regions, held, agent.poster, agent.config.unit_bytes, cast=cast)
+        return Handover(flow, grant, agent.regions, held, agent.poster, peer.unit_bytes, cast=cast)
 
     def add_grant(self, grant: WriteGrant) -> None:
         """Keep a grant for `transfer_for_decode`, which names only request and node."""
@@ -286,10 +287,10 @@ class KVCacheTransferEngine:
         first, last = layers or (read_grant.layer_start, read_grant.layer_end)
         if not read_grant.layer_start <= first < last <= read_grant.layer_end:
             raise InvalidDescriptor(what="layers", value=[first, last], reason="they lie outside the lease")
-        flow = self._start_fetch(self._peer_of(read_grant), read_grant, range(first, last), into, priority, policy)
-        unit_bytes = self.agent.config.unit_bytes
+        peer = self._peer_of(read_grant)
+        flow = self._start_fetch(peer, read_grant, range(first, last), into, priority, policy)
         for layer in range(first, last):
-            flow.add(ticket_units(XferOp.READ, priority, read_grant, arena, into, layer, 0, unit_bytes))
+            flow.add(ticket_units(XferOp.READ, priority, read_grant, arena, into, layer, 0, peer.unit_bytes))
         flow.seal()
         return TransferFuture(flow)
 
@@ -330,7 +331,7 @@ class KVCacheTransferEngine:
                 flow = self._start_fetch(peer, grant, range(grant.layer_start, grant.layer_end), into, priority, policy)
                 future.add(flow)
                 for layer in range(grant.layer_start, grant.layer_end):
-                    units = slice_units(priority, grant, arena, into, layer, self.agent.config.unit_bytes)
+                    units = slice_units(priority, grant, arena, into, layer, peer.unit_bytes(0))
                     for unit in units:
                         unit.source, unit.table, unit.assembly = rank, runs, assembly
                     flow.add(units)

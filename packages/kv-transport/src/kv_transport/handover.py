@@ -1,6 +1,6 @@
 """The sender's side of a hand-over that is fed layer by layer while prefill still computes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,7 +35,7 @@ class Handover:
         regions: RegionTable,
         held: set[int],
         poster: LoopPoster,
-        unit_bytes: int,
+        unit_bytes: Callable[[int], int],
         *,
         cast: bool = False,
     ) -> None:
@@ -250,12 +250,16 @@ def ticket_units(
     blocks: Sequence[BlockRef],
     layer: int,
     start: int,
-    unit_bytes: int,
+    unit_bytes: Callable[[int], int],
 ) -> list[Unit]:
-    """Units between our blocks and the ticket's positions from `start` on, in one layer."""
+    """Units between our blocks and the ticket's positions from `start` on, in one layer.
+
+    Args:
+        unit_bytes: the most of each, from how many there are in all (`Peer.unit_bytes`).
+    """
     slots = np.array([ref.slot for ref in blocks], np.int64)
     cell_nbytes = ticket.form.geometry().slot_layer_nbytes
-    cells_max = max(1, min(unit_bytes // cell_nbytes, limits.CELLS_PER_UNIT_MAX))
+    cells_max = max(1, min(unit_bytes(len(slots) * cell_nbytes) // cell_nbytes, limits.CELLS_PER_UNIT_MAX))
     cast = arena.geometry.dtype.value != ticket.form.dtype
     cells = None if cast else ticket_cells(ticket, arena, slots, layer, start, start + len(slots))
     units: list[Unit] = []

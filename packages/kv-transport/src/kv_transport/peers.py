@@ -87,6 +87,11 @@ class Peer:
     def units_waiting(self) -> int:
         return len(self._scheduler)
 
+    def unit_bytes(self, nbytes: int) -> int:
+        """Most bytes of each unit of so many that are to be moved at once."""
+        reached = (scheme for scheme, backend in self._backends.items() if backend.reaches(self.metadata) is None)
+        return self._around.config.unit_bytes_over(next(reached, ""), nbytes)
+
     # Flows.
 
     def start_flow(

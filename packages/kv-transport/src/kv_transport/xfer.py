@@ -78,10 +78,10 @@ class Xfer:
             return XferState.RELEASED
         return self._posting.state if self._posting is not None else XferState.PENDING
 
-    def units(self, regions: RegionTable, unit_bytes: int) -> list[Unit]:
+    def units(self, regions: RegionTable, unit_bytes: Callable[[int], int]) -> list[Unit]:
         """For the agent: what to post, made once however often the transfer is posted."""
         if not self._units:
-            self._units = plain_units(self, regions, unit_bytes)
+            self._units = plain_units(self, regions, unit_bytes(self.total_bytes))
         return self._units
 
     def begin(self, posting: Posting) -> None:
