@@ -194,6 +194,60 @@ def test_it_waits_for_its_socket_until_the_thread_is_wanted() -> None:
         os.close(wanted)
 
 
+@contextmanager
+def connected_by_tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def woken_at(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
+@needs_compiled
+@pytest.mark.parametrize("until", ["all is there", "the end", "it is wanted"])
+def test_whoever_waits_for_much_is_woken_for_what_there_is(until: str) -> None:
+    """The kernel is asked to wake it seldom: never beyond what is to come, nor for what others read after it."""
+    total, early = (1 << 20) + 77, (1 << 20) + 70
+    content, memory = random.Random(1).randbytes(total), memoryview(bytearray(total))
+    spans, checks = np.array([[0, 3], [3, total - 3]], np.int64), np.zeros(2, np.uint64)
+    wanted, others, state = os.eventfd(0), select.epoll(), stream_io.receive_state()
+    others.register(wanted, select.EPOLLIN)
+    found: list[int] = []
+    try:
+        with connected_by_tcp() as (ours, theirs):
+            receiving = threading.Thread(
+                target=lambda: found.append(
+                    stream_io.receive(ours.fileno(), others.fileno(), memory, spans, checks, state)
+                ),
+                daemon=True,
+            )
+            receiving.start()
+            theirs.sendall(content[:early])
+            for _ in range(20_000):
+                if woken_at(ours) == total - early:
+                    break
+                threading.Event().wait(0.001)
+            else:
+                pytest.fail("it asks for more than there is to come, or for less")
+            if until == "all is there":
+                theirs.sendall(content[early:])
+            elif until == "the end":
+                theirs.close()
+            else:
+                os.eventfd_write(wanted, 1)
+            receiving.join(60)
+            assert found == [total if until == "all is there" else early]
+            assert woken_at(ours) == 1
+            assert memory[: found[0]] == content[: found[0]]
+    finally:
+        others.close()
+        os.close(wanted)
+
+
 @pytest.mark.parametrize("when", ["never", "at once", "under way"])
 @given(spans=spans_in_memory(), seed=st.integers(0, 1 << 30))
 def test_what_is_dropped_or_diverted_reaches_no_memory(when: str, spans: Spans, seed: int) -> None:

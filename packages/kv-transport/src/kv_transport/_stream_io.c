@@ -17,6 +17,9 @@
 #define RECEIVE_PIECE 262144
 #define SEND_PIECE 1048576
 #define PARTS 64
+/* The kernel wakes who waits to receive when so much is there, or all that is to come: a receiver that keeps up with its
+ * sender would otherwise be woken for each packet, at the cost of both. */
+#define WORTH_WAKING 524288
 
 /* CRC-64 without the ones in and out; `_kernels` has it. */
 static uint64_t (*sum)(const uint8_t *, size_t, uint64_t);
@@ -148,6 +151,23 @@ static int ready(int fd, short events, int others)
     }
 }
 
+/* Lets the kernel wake us for no less than that. It is a wish: where it is refused we are woken more often. */
+static void wake_at(int fd, int *at, int nbytes)
+{
+    if (nbytes != *at)
+        (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &nbytes, sizeof(nbytes));
+    *at = nbytes;
+}
+
+/* Bytes that are still to come, or `most` if they are more. */
+static int to_come(const Run *run, int most)
+{
+    int64_t left = -run->at[1];
+    for (Py_ssize_t i = (Py_ssize_t)run->at[0]; i < run->count && left < most; i++)
+        left += run->span[i].nbytes;
+    return left < most ? (int)left : most;
+}
+
 static int blocked(int error)
 {
     return error == EAGAIN || error == EWOULDBLOCK;
@@ -170,6 +190,7 @@ static PyObject *py_receive(PyObject *self, PyObject *args)
         return NULL;
     }
     long long total = 0, ended = 0;
+    int woken_at = 1;
     Py_BEGIN_ALLOW_THREADS
     while (run.at[0] < run.count) {
         struct iovec parts[PARTS];
@@ -177,6 +198,8 @@ static PyObject *py_receive(PyObject *self, PyObject *args)
         ssize_t came = recvmsg(fd, &message, MSG_DONTWAIT);
         if (came <= 0) {
             int error = came ? errno : 0;
+            if (blocked(error) && others >= 0)
+                wake_at(fd, &woken_at, to_come(&run, WORTH_WAKING));
             if (error == EINTR || (blocked(error) && ready(fd, POLLIN, others)))
                 continue;
             ended = -error;
@@ -186,6 +209,7 @@ static PyObject *py_receive(PyObject *self, PyObject *args)
         advance(&run, (size_t)came);
         total += came;
     }
+    wake_at(fd, &woken_at, 1); /* what comes next may be short */
     Py_END_ALLOW_THREADS
     release(&run);
     return PyLong_FromLongLong(total ? total : ended);
