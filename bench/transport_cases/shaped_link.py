@@ -1,7 +1,9 @@
 """A link of a given rate to a network namespace: a veth pair, shaped on the way there by `tc tbf`."""
 
 import contextlib
+import json
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +20,20 @@ class ShapedLink:
     _device: str
 
     def shape(self, mbit: int) -> None:
-        """Pass at most so many Mbit/s towards the far end. The bucket holds what passes in about 1 ms."""
-        burst = max(128_000, mbit * 125)
+        """Pass at most so many Mbit/s towards the far end."""
         run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", "rate", f"{mbit}mbit",
-            "burst", str(burst), "latency", "20ms")  # fmt: skip
+            "burst", str(burst_nbytes(mbit)), "latency", "20ms")  # fmt: skip
+
+    def carried_nbytes(self) -> int:
+        """What went towards the far end so far, headers included."""
+        command = ("ip", "-json", "-statistics", "link", "show", "dev", self._device)
+        shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return int(shown[0]["stats64"]["tx"]["bytes"])
+
+
+def burst_nbytes(mbit: int) -> int:
+    """What passes at once after a pause: the bucket holds what passes in about 1 ms."""
+    return max(128_000, mbit * 125)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""The sides and the figures of `bench/claim.py`."""
