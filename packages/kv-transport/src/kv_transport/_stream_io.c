@@ -13,9 +13,10 @@
 
 #include "_buffers.h"
 
-/* What one system call moves: it is summed right after that, while it is in the second-level cache. */
+/* What one system call moves, and is summed right after it: what was received from the second-level cache. What is sent is
+ * not there anyway, and fewer calls of more bytes are the cheaper ones. */
 #define RECEIVE_PIECE 262144
-#define SEND_PIECE 1048576
+#define SEND_PIECE 4194304
 #define PARTS 64
 /* The kernel wakes who waits to receive when so much is there, or all that is to come: a receiver that keeps up with its
  * sender would otherwise be woken for each packet, at the cost of both. */

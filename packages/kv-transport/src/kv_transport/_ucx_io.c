@@ -6,7 +6,6 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
-#include <sched.h>
 #include <stdint.h>
 
 #include "_buffers.h"
@@ -64,9 +63,7 @@ static int wait_for_news(const Watch *watch, unsigned turns)
         const int moved = watch->progress(watch->worker) != 0;
         if ((moved || quiet % LOOK == 0) && found(watch))
             return 1;
-        quiet = moved ? 0 : quiet + 1;
-        if (quiet)
-            sched_yield(); /* to those who sum what has come, where processors are few */
+        quiet = moved ? 0 : quiet + 1; /* who gave up the processor here would not get it back from those that want it all */
     }
     return 0;
 }

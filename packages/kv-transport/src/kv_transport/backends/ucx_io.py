@@ -58,7 +58,7 @@ def poll(calls: UcxCalls, tag: int, requests: Sequence[int], wanted: c_int, turn
     Args:
         requests: as UCX gave them, none of them freed.
         wanted: the thread is wanted elsewhere as soon as it is not 0. Others may set it meanwhile.
-        turns: progress that brings nothing so many times in a row is the end of it. The processor is given up between.
+        turns: progress that brings nothing so many times in a row is the end of it.
     """
     if not COMPILED:
         return plain_poll(calls, tag, requests, wanted, turns)
