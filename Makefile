@@ -64,6 +64,9 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
+claim: setup ## A prompt's way from prefill to decode, the naive way beside ours; about 4 minutes (BENCH_ARGS="--quick")
+	@$(BIN)/python bench/claim.py $(BENCH_ARGS)
+
 bench-peers: setup ## Install other engines and indexes, each by itself, and measure them beside ours (PEERS="nixl dynamo")
 	@$(BIN)/python bench/peers/install.py $(PEERS)
 	@$(BIN)/python bench/transport.py --case peers $(BENCH_ARGS)
@@ -98,4 +101,4 @@ clean: ## Remove everything that was built, .venv included
 	find packages services \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
 	find packages services -name '*.so' -delete
 
-.PHONY: help setup demo test check bench bench-peers sim pythons soak soak-transport tiers mutants docs clean
+.PHONY: help setup demo test check bench claim bench-peers sim pythons soak soak-transport tiers mutants docs clean

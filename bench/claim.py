@@ -1,6 +1,6 @@
 """A prompt's way from prefill to decode: what people do first, against what the cluster does, figure by figure.
 
-    python bench/claim.py [--json] [--quick] [--engine stub] [--mbit 1000] [--requests 8] [--rounds 3]
+    python bench/claim.py [--json] [--quick] [--engine stub] [--mbit 1000] [--requests 6] [--rounds 3]
 
 Both sides answer the same chats with the same engine and model, on as many threads, across the same emulated link (as
 root: a namespace, veth, `tc tbf`; without it they run over loopback, and nothing is required), and must say the same
@@ -40,6 +40,7 @@ from bench.claim_cases.sides import Answered, ClaimError, Round, Side, ask_toget
 from bench.transport_cases.link_cases import LINK_USE_NEED, link_case
 from bench.transport_cases.shaped_link import ShapedLink, burst_nbytes, shaped_link
 from kv_core.block import BlockGeometry
+from kv_core.errors import KVError
 from kv_services.config import ModelSection
 from kv_services.engine.load import EngineSpec, open_text
 from kv_services.engine.weights import find_weights
@@ -257,7 +258,7 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", choices=("llama", "stub"), default="llama", help="stub needs no weights (default %(default)s)")
     add("--mbit", type=int, default=1_000, help="rate of the link in Mbit/s (default %(default)s)")
-    add("--requests", type=int, default=8, help="of each side in each round (default %(default)s)")
+    add("--requests", type=int, default=6, help="of each side in each round (default %(default)s)")
     add("--concurrency", type=int, default=4, help="requests at a time (default %(default)s)")
     add("--shared-tokens", type=int, default=2_048, help="of the system prompt, about (default %(default)s)")
     add("--own-tokens", type=int, default=320, help="of each request's own, about (default %(default)s)")
@@ -276,7 +277,7 @@ def main() -> int:
         wires.alone([sys.executable, *sys.argv])
         with shaped_link() as link:
             return compare_sides(options, link, None)
-    except ClaimError as error:
+    except (ClaimError, KVError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
