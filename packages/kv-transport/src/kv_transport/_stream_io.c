@@ -13,12 +13,12 @@
 
 #include "_buffers.h"
 
-/* What one system call moves, and is summed right after it: what was received from the second-level cache. What is sent is
- * not there anyway, and fewer calls of more bytes are the cheaper ones. */
+/* What one system call moves, and is summed right after it: what was received, from the second-level cache. What is to
+ * be sent is not there, and fewer calls of more bytes are the cheaper ones. */
 #define RECEIVE_PIECE 262144
 #define SEND_PIECE 4194304
 #define PARTS 64
-/* The kernel wakes who waits to receive when so much is there, or all that is to come: a receiver that keeps up with its
+/* The kernel wakes who waits to receive when so much is there, or all that is to come: one that keeps up with its
  * sender would otherwise be woken for each packet, at the cost of both. */
 #define WORTH_WAKING 524288
 

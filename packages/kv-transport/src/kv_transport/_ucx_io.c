@@ -63,7 +63,8 @@ static int wait_for_news(const Watch *watch, unsigned turns)
         const int moved = watch->progress(watch->worker) != 0;
         if ((moved || quiet % LOOK == 0) && found(watch))
             return 1;
-        quiet = moved ? 0 : quiet + 1; /* who gave up the processor here would not get it back from those that want it all */
+        /* Who gave up the processor here would not get it back from those that want all of it. */
+        quiet = moved ? 0 : quiet + 1;
     }
     return 0;
 }
