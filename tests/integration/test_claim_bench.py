@@ -16,6 +16,7 @@ from bench.claim_cases.figures import Measured, differing, faster_than_wire, row
 from bench.claim_cases.questions import make_questions
 from bench.claim_cases.sides import Answered, Held, Round
 from kv_services.engine.byte_tokenizer import ByteTokenizer
+from kv_services.launch.cluster import sweep_abandoned
 from tests.integration.helpers_integration import until
 from tests.soak.wires import unavailable
 
@@ -155,3 +156,4 @@ class TestRuns:
         run.communicate(timeout=60)
         assert run.returncode == (130 if number is signal.SIGINT else -9)
         await until(nothing_runs, lambda: str(list(marked(mark))))
+        sweep_abandoned()  # the folder of a launcher that was killed is for the next one to remove
