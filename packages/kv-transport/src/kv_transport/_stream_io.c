@@ -21,6 +21,9 @@
 /* The kernel wakes who waits to receive when so much is there, or all that is to come: one that keeps up with its
  * sender would otherwise be woken for each packet, at the cost of both. */
 #define WORTH_WAKING 524288
+/* Some kernels do not wake it then although the sender can send no more, and a sender may pause: nobody waits for much
+ * longer than this. */
+#define PATIENCE_MS 20
 
 /* CRC-64 without the ones in and out; `_kernels` has it. */
 static uint64_t (*sum)(const uint8_t *, size_t, uint64_t);
@@ -136,19 +139,23 @@ static void advance(const Run *run, size_t nbytes)
     }
 }
 
-/* Whether to go on with a socket that was not ready: it is now, and until then nothing happened on `others` (an epoll
- * with everything that the thread serves). Without `others` (-1) nobody waits. */
-static int ready(int fd, short events, int others)
+enum { WANTED, READY, IN_VAIN };
+
+/* Waits, for so many ms at most (-1: for ever), until a socket is `READY` that was not, or something happens on `others`
+ * (an epoll with everything that the thread serves): then it is `WANTED` there. Without `others` (-1) nobody waits. */
+static int ready(int fd, short events, int others, int wait_ms)
 {
     struct pollfd both[2] = {{fd, events, 0}, {others, POLLIN, 0}};
     if (others < 0)
-        return 0;
+        return WANTED;
     for (;;) {
-        int found = poll(both, 2, -1);
+        int found = poll(both, 2, wait_ms);
         if (found > 0)
-            return both[0].revents != 0;
+            return both[0].revents != 0 ? READY : WANTED;
+        if (found == 0)
+            return IN_VAIN;
         if (errno != EINTR)
-            return 0;
+            return WANTED;
     }
 }
 
@@ -191,7 +198,7 @@ static PyObject *py_receive(PyObject *self, PyObject *args)
         return NULL;
     }
     long long total = 0, ended = 0;
-    int woken_at = 1;
+    int woken_at = 1, patient = 1;
     Py_BEGIN_ALLOW_THREADS
     while (run.at[0] < run.count) {
         struct iovec parts[PARTS];
@@ -199,13 +206,20 @@ static PyObject *py_receive(PyObject *self, PyObject *args)
         ssize_t came = recvmsg(fd, &message, MSG_DONTWAIT);
         if (came <= 0) {
             int error = came ? errno : 0;
-            if (blocked(error) && others >= 0)
-                wake_at(fd, &woken_at, to_come(&run, WORTH_WAKING));
-            if (error == EINTR || (blocked(error) && ready(fd, POLLIN, others)))
+            if (error == EINTR)
                 continue;
+            if (blocked(error) && others >= 0) {
+                wake_at(fd, &woken_at, patient ? to_come(&run, WORTH_WAKING) : 1);
+                const int found = ready(fd, POLLIN, others, woken_at > 1 ? PATIENCE_MS : -1);
+                /* Whatever came meanwhile is taken; if it was nothing, the next byte wakes us. */
+                patient = patient && found != IN_VAIN;
+                if (found != WANTED)
+                    continue;
+            }
             ended = -error;
             break;
         }
+        patient = 1;
         sum_moved(&run, (size_t)came);
         advance(&run, (size_t)came);
         total += came;
@@ -249,7 +263,7 @@ static PyObject *py_send(PyObject *self, PyObject *args)
         ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0) {
             int error = errno;
-            if (error == EINTR || (blocked(error) && ready(fd, POLLOUT, others)))
+            if (error == EINTR || (blocked(error) && ready(fd, POLLOUT, others, -1) == READY))
                 continue;
             result = blocked(error) ? 0 : -error;
             break;
