@@ -203,6 +203,36 @@ def connected_by_tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
+@contextmanager
+def receiving(
+    memory: memoryview, spans: Spans, checks: Sums, state: State
+) -> Iterator[tuple[socket.socket, socket.socket, int, Callable[[], int]]]:
+    """A thread that receives over tcp into those spans: its socket, the other end, an eventfd that wants it elsewhere,
+    and a function that waits for what it gives."""
+    wanted, others, found = os.eventfd(0), select.epoll(), list[int]()
+    others.register(wanted, select.EPOLLIN)
+    with connected_by_tcp() as (ours, theirs):
+        thread = threading.Thread(
+            target=lambda: found.append(
+                stream_io.receive(ours.fileno(), others.fileno(), memory, spans, checks, state)
+            ),
+            daemon=True,
+        )
+        thread.start()
+
+        def result() -> int:
+            thread.join(60)
+            return found[0]
+
+        try:
+            yield ours, theirs, wanted, result
+        finally:
+            os.eventfd_write(wanted, 1)
+            thread.join(60)
+            others.close()
+            os.close(wanted)
+
+
 def woken_at(sock: socket.socket) -> int:
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
@@ -223,34 +253,20 @@ def test_whoever_waits_for_much_is_woken_for_what_there_is(until: str) -> None:
     total, early = (1 << 20) + 77, (1 << 20) + 70
     content, memory = random.Random(1).randbytes(total), memoryview(bytearray(total))
     spans, checks = np.array([[0, 3], [3, total - 3]], np.int64), np.zeros(2, np.uint64)
-    wanted, others, state = os.eventfd(0), select.epoll(), stream_io.receive_state()
-    others.register(wanted, select.EPOLLIN)
-    found: list[int] = []
-    try:
-        with connected_by_tcp() as (ours, theirs):
-            receiving = threading.Thread(
-                target=lambda: found.append(
-                    stream_io.receive(ours.fileno(), others.fileno(), memory, spans, checks, state)
-                ),
-                daemon=True,
-            )
-            receiving.start()
-            theirs.sendall(content[:early])
-            came(state, spans, early)
-            assert woken_at(ours) in (1, total - early)
-            if until == "all is there":
-                theirs.sendall(content[early:])
-            elif until == "the end":
-                theirs.close()
-            else:
-                os.eventfd_write(wanted, 1)
-            receiving.join(60)
-            assert found == [total if until == "all is there" else early]
-            assert woken_at(ours) == 1
-            assert memory[: found[0]] == content[: found[0]]
-    finally:
-        others.close()
-        os.close(wanted)
+    state = stream_io.receive_state()
+    with receiving(memory, spans, checks, state) as (ours, theirs, wanted, result):
+        theirs.sendall(content[:early])
+        came(state, spans, early)
+        assert woken_at(ours) in (1, total - early)
+        if until == "all is there":
+            theirs.sendall(content[early:])
+        elif until == "the end":
+            theirs.close()
+        else:
+            os.eventfd_write(wanted, 1)
+        assert result() == (total if until == "all is there" else early)
+        assert woken_at(ours) == 1
+        assert memory[: result()] == content[: result()]
 
 
 @needs_compiled
@@ -259,27 +275,15 @@ def test_what_comes_before_a_pause_is_taken_in_the_pause() -> None:
     total, parts = 4 << 20, (100_000, 1, 300_000, 5)
     content, memory = random.Random(2).randbytes(total), memoryview(bytearray(total))
     spans, checks = np.array([[0, total]], np.int64), np.zeros(1, np.uint64)
-    others, state = select.epoll(), stream_io.receive_state()
-    found: list[int] = []
-    try:
-        with connected_by_tcp() as (ours, theirs):
-            receiving = threading.Thread(
-                target=lambda: found.append(
-                    stream_io.receive(ours.fileno(), others.fileno(), memory, spans, checks, state)
-                ),
-                daemon=True,
-            )
-            receiving.start()
-            sent = 0
-            for nbytes in parts:
-                theirs.sendall(content[sent : sent + nbytes])
-                sent += nbytes
-                came(state, spans, sent)
-            theirs.sendall(content[sent:])
-            receiving.join(60)
-            assert found == [total] and memory == content and int(checks[0]) == crc64(content)
-    finally:
-        others.close()
+    state = stream_io.receive_state()
+    with receiving(memory, spans, checks, state) as (_, theirs, _, result):
+        sent = 0
+        for nbytes in parts:
+            theirs.sendall(content[sent : sent + nbytes])
+            sent += nbytes
+            came(state, spans, sent)
+        theirs.sendall(content[sent:])
+        assert result() == total and memory == content and int(checks[0]) == crc64(content)
 
 
 @pytest.mark.parametrize("when", ["never", "at once", "under way"])

@@ -1,4 +1,4 @@
-/* How the compiled parts take memory from Python. Include it after Python.h. */
+/* How the compiled parts take memory from Python, and functions from each other. Include it after Python.h. */
 #ifndef KV_TRANSPORT_BUFFERS_H
 #define KV_TRANSPORT_BUFFERS_H
 
@@ -13,6 +13,17 @@ static inline int get(PyObject *object, Py_buffer *view, int flags, const char *
         return -1;
     }
     return 0;
+}
+
+/* A function that `_kernels` offers under its full name; NULL with an error set. */
+static inline void *offered(const char *full_name)
+{
+    void *function = PyCapsule_Import(full_name, 0);
+    if (!function) { /* with an exception pending nothing else could be imported */
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ImportError, "kv_transport._kernels is not there");
+    }
+    return function;
 }
 
 #endif

@@ -366,15 +366,11 @@ static PyMethodDef methods[] = {
 static int prepare(PyObject *module)
 {
     (void)module;
-    sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))PyCapsule_Import("kv_transport._kernels.crc64", 0);
+    sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))offered("kv_transport._kernels.crc64");
     if (sum) /* to import anything with an exception pending would leave the lock of imports held */
-        copy_and_sum_both = (uint64_t(*)(uint8_t *, const uint8_t *, size_t, uint64_t, uint64_t *))PyCapsule_Import(
-            "kv_transport._kernels.copy_and_sum_both", 0);
-    if (sum && copy_and_sum_both)
-        return 0;
-    PyErr_Clear();
-    PyErr_SetString(PyExc_ImportError, "kv_transport._kernels is not there");
-    return -1;
+        copy_and_sum_both = (uint64_t(*)(uint8_t *, const uint8_t *, size_t, uint64_t, uint64_t *))offered(
+            "kv_transport._kernels.copy_and_sum_both");
+    return sum && copy_and_sum_both ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};

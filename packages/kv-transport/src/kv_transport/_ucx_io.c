@@ -212,12 +212,8 @@ static PyMethodDef methods[] = {
 static int prepare(PyObject *module)
 {
     (void)module;
-    sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))PyCapsule_Import("kv_transport._kernels.crc64", 0);
-    if (sum)
-        return 0;
-    PyErr_Clear();
-    PyErr_SetString(PyExc_ImportError, "kv_transport._kernels is not there");
-    return -1;
+    sum = (uint64_t(*)(const uint8_t *, size_t, uint64_t))offered("kv_transport._kernels.crc64");
+    return sum ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
