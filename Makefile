@@ -64,7 +64,7 @@ check: setup ## Lint, format, types, import contracts, links of the documentatio
 bench: setup ## Run every benchmark; each prints JSON (BENCH_ARGS="--quick")
 	@for script in $$(grep -ls __main__ bench/*.py); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
-claim: setup ## A prompt's way from prefill to decode, the naive way beside ours; about 4 minutes (BENCH_ARGS="--quick")
+claim: setup ## A prompt's way from prefill to decode, the naive way beside ours; about 5 minutes (BENCH_ARGS="--quick")
 	@$(BIN)/python bench/claim.py $(BENCH_ARGS)
 
 bench-peers: setup ## Install other engines and indexes, each by itself, and measure them beside ours (PEERS="nixl dynamo")
