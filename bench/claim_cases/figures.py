@@ -104,16 +104,13 @@ def rows(ours: Measured, naive: Measured, concurrency: int, mbit: int | None) ->
     ):
         mine, theirs = ours.medians(figure), naive.medians(figure)
         tails = at_quantile(ours.loaded(figure), 0.99), at_quantile(naive.loaded(figure), 0.99)
-        yield harness.compare(
+        yield _in_turn(
             f"{name}, {concurrency} at a time",
-            mine.median,
             "ms",
-            reference="naive",
-            reference_value=theirs.median,
-            ratio=harness.paired_ratio(mine, theirs, "lower"),
-            better="lower",
-            ratio_need=need(FIRST_TOKEN_NEED),
-            note=f"p99 {tails[0]:,.0f} and {tails[1]:,.0f}",
+            mine,
+            theirs,
+            need(FIRST_TOKEN_NEED),
+            f"p99 {tails[0]:,.0f} and {tails[1]:,.0f}",
         )
         yield harness.compare(
             f"{name}, one alone",
@@ -127,15 +124,38 @@ def rows(ours: Measured, naive: Measured, concurrency: int, mbit: int | None) ->
         )
     yield _memory(ours, naive, need(MEMORY_NEED))
     mine, theirs = ours.by_round(_tokens_per_s), naive.by_round(_tokens_per_s)
-    yield harness.compare(
+    yield _in_turn(
         f"throughput, {concurrency} at a time",
-        mine.median,
         "tokens/s",
+        mine,
+        theirs,
+        need(THROUGHPUT_NEED),
+        f"of answers; spread {mine.spread:.0%}, {theirs.spread:.0%}",
+        better="higher",
+    )
+
+
+def _in_turn(
+    name: str,
+    unit: str,
+    ours: harness.Samples,
+    naive: harness.Samples,
+    need: float | None,
+    note: str,
+    *,
+    better: harness.Direction = "lower",
+) -> harness.Case:
+    """A figure of rounds that the sides had in turn."""
+    return harness.compare(
+        name,
+        ours.median,
+        unit,
         reference="naive",
-        reference_value=theirs.median,
-        ratio=harness.paired_ratio(mine, theirs),
-        ratio_need=need(THROUGHPUT_NEED),
-        note=f"of answers; spread {mine.spread:.0%}, {theirs.spread:.0%}",
+        reference_value=naive.median,
+        ratio=harness.paired_ratio(ours, naive, better),
+        better=better,
+        ratio_need=need,
+        note=note,
     )
 
 
@@ -143,16 +163,13 @@ def _handover(ours: Measured, naive: Measured, need: float | None, concurrency: 
     mine, theirs = ours.medians(_handover_ms), naive.medians(_handover_ms)
     each = mean(naive.loaded(_nbytes))
     wire = f"; the wire alone needs {wire_ms(each, mbit):,.0f} ms for naive's {each / MB:.1f} MB" if mbit else ""
-    return harness.compare(
+    return _in_turn(
         f"hand-over beyond computing, {concurrency} at a time",
-        mine.median,
         "ms",
-        reference="naive",
-        reference_value=theirs.median,
-        ratio=harness.paired_ratio(mine, theirs, "lower"),
-        better="lower",
-        ratio_need=need,
-        note=f"alone {ours.single(_handover_ms):.1f} and {naive.single(_handover_ms):,.0f}; the very first one, whose "
+        mine,
+        theirs,
+        need,
+        f"alone {ours.single(_handover_ms):.1f} and {naive.single(_handover_ms):,.0f}; the very first one, whose "
         f"prefix is new, {ours.first.handover_ms:.1f} and {naive.first.handover_ms:,.0f}{wire}",
     )
 
@@ -180,16 +197,13 @@ def _memory(ours: Measured, naive: Measured, need: float | None) -> harness.Case
     resident = "; ".join(
         ", ".join(f"{name} {mib:,.0f}" for name, mib in side.resident_mib.items()) for side in (ours, naive)
     )
-    return harness.compare(
+    return _in_turn(
         "KV held at the decode node per request that is live there",
-        mine.median,
         "MB",
-        reference="naive",
-        reference_value=theirs.median,
-        ratio=harness.paired_ratio(mine, theirs, "lower"),
-        better="lower",
-        ratio_need=need,
-        note=f"most at once {told}; resident MiB: {resident}",
+        mine,
+        theirs,
+        need,
+        f"most at once {told}; resident MiB: {resident}",
     )
 
 

@@ -288,8 +288,10 @@ class UcxLink(Link):
             cells = np.stack((unit.cells.local, unit.cells.remote, unit.cells.sizes), axis=1)
             try:
                 return self.connection.put_summed(unit.local.data_view, cells, *where, placed)
-            except Exception:
-                writing.placed = True  # nothing is under way
+            except (
+                Exception
+            ):  # raised by the checks that precede the first byte: none is on its way, nobody waits for any
+                writing.placed = True
                 raise
 
         self._summed(writing, *self._header(writing, nonce, put))
