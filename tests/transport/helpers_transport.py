@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kv_core.block import BlockGeometry, BlockRef, Layout
 from kv_core.dtypes import DType
 from kv_core.ids import Incarnation, NodeId, RegionId
-from kv_transport import Access, Arena, KVCacheTransferEngine, TransferAgent, TransportConfig
+from kv_transport import Access, Arena, KVCacheTransferEngine, TransferAgent, TransportConfig, kernels
 from kv_transport.config import TransportName
 from kv_transport.memory_budget import MemoryBudget
 
@@ -129,3 +130,26 @@ async def pair(
     ):
         introduce(sender, receiver)
         yield sender, receiver
+
+
+def damage_shared_copies(monkeypatch: pytest.MonkeyPatch, times: int, of_cell: int = 0) -> list[int]:
+    """A memory bus that loses a bit in `times` copies; the list holds how often it has not happened yet."""
+    whole, left = kernels.copy_shared, [times]
+
+    def copy(
+        state: bytearray,
+        to: memoryview,
+        source: memoryview,
+        cells: kernels.CellTable,
+        checks: bytearray,
+        read: bytearray | None,
+    ) -> bool | None:
+        outcome = whole(state, to, source, cells, checks, read)
+        if outcome and left[0]:
+            left[0] -= 1
+            to[int(cells[of_cell, 0])] ^= 1
+            checks[8 * of_cell] ^= 1
+        return outcome
+
+    monkeypatch.setattr(kernels, "copy_shared", copy)
+    return left

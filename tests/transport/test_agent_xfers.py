@@ -25,10 +25,8 @@ from tests.transport.helpers_transport import NO_RESERVE, config, introduce, nod
 MIB = 1 << 20
 
 
-async def test_units_over_shared_memory_are_larger_where_each_thread_gets_one(
-    transport: TransportName, tmp_path: Path
-) -> None:
-    """Two threads, 17 MiB: units of 8 MiB over shm and of 4 MiB over the others; with 9 MiB there is no difference."""
+async def test_units_over_shared_memory_are_larger(transport: TransportName, tmp_path: Path) -> None:
+    """Two threads, 17 MiB: units of 16 MiB over shm and of 4 MiB over the others."""
     with (
         SharedBuffer.create(17 * MIB, "one", budget=NO_RESERVE) as one,
         SharedBuffer.create(17 * MIB, "two", budget=NO_RESERVE) as two,
@@ -38,7 +36,10 @@ async def test_units_over_shared_memory_are_larger_where_each_thread_gets_one(
             theirs = right.agent.register_memory(two, Access.WRITE)
             introduce(left, right)
             one.data[:] = np.random.default_rng(2).integers(0, 256, 17 * MIB, np.uint8)
-            for nbytes, units in ((17 * MIB, 3 if transport == "shm" else 5), (9 * MIB, 3)):
+            for nbytes, units in (
+                (17 * MIB, 2 if transport == "shm" else 5),
+                (9 * MIB, 1 if transport == "shm" else 3),
+            ):
                 for op in (XferOp.WRITE, XferOp.READ):
                     ours, other = [XferDesc(region, 0, nbytes) for region in (mine.region, theirs.region)]
                     async with left.agent.initialize_xfer(op, [ours], [other], NodeId("decode")) as xfer:
@@ -49,13 +50,16 @@ async def test_units_over_shared_memory_are_larger_where_each_thread_gets_one(
 
 
 @given(nbytes=st.integers(0, 1 << 30), threads=st.integers(1, 64))
-def test_no_thread_goes_without_a_unit_for_another_ones_larger_units(nbytes: int, threads: int) -> None:
+def test_a_unit_over_shared_memory_is_no_larger_than_its_threads_move_as_soon_as_one_a_smaller_one(
+    nbytes: int, threads: int
+) -> None:
     settings = TransportConfig(copy_threads=threads)
     over = {scheme: settings.unit_bytes_over(scheme, nbytes) for scheme in ("shm", "tcp", "ucx", "memory", "")}
     chosen = over.pop("shm")
     assert set(over.values()) == {limits.UNIT_BYTES}
     assert limits.UNIT_BYTES <= chosen <= limits.UNIT_BYTES_MAX
-    assert min(threads, nbytes // limits.UNIT_BYTES) <= max(1, nbytes // chosen) or chosen == limits.UNIT_BYTES
+    assert chosen == limits.UNIT_BYTES or chosen <= min(nbytes, threads * limits.UNIT_SHARE_BYTES)
+    assert chosen >= min(nbytes, 2 * limits.UNIT_SHARE_BYTES) or threads == 1
     told = TransportConfig(copy_threads=threads, unit_bytes=4096)
     assert {told.unit_bytes_over(scheme, nbytes) for scheme in ("shm", "tcp")} == {4096}
 

@@ -6,32 +6,16 @@ import pytest
 
 from kv_core.block import BlockGeometry
 from kv_core.ids import RequestId
-from kv_transport import kernels, limits
+from kv_transport import limits
 from kv_transport.errors import ChecksumMismatch, ConnectionLost
 from tests.transport.helpers_proxy import flip_at, proxied
-from tests.transport.helpers_transport import LARGE, SMALL, Node, eventually, introduce, pair
+from tests.transport.helpers_transport import LARGE, SMALL, Node, damage_shared_copies, eventually, introduce, pair
 
 REQUEST = RequestId("request-1")
 COUNT = 4
 TOKENS = COUNT * LARGE.block_size
 INSIDE_THE_FIRST_PAYLOAD = 400_000
 """Of a stream: far behind the handshake and the heads, before the end of the first 1 MiB unit."""
-
-
-def damage_copies(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
-    """A memory bus that loses a bit in `times` copies; the list holds how often it has not happened yet."""
-    whole, left = kernels.copy_cells, [times]
-
-    def copy(to: memoryview, source: memoryview, cells: kernels.CellTable) -> list[int]:
-        if not left[0]:
-            return whole(to, source, cells)
-        left[0] -= 1
-        lost = memoryview(bytearray(source))
-        lost[int(cells[0, 1])] ^= 1
-        return whole(to, lost, cells)
-
-    monkeypatch.setattr(kernels, "copy_cells", copy)
-    return left
 
 
 async def hand_over(sender: Node, receiver: Node) -> tuple[list[bytes], list[bytes], int]:
@@ -49,7 +33,7 @@ async def hand_over(sender: Node, receiver: Node) -> tuple[list[bytes], list[byt
 
 async def test_a_copy_that_goes_wrong_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with pair("shm", tmp_path, geometry=LARGE, slots=8) as (sender, receiver):
-        left = damage_copies(monkeypatch, times=limits.CHECKSUM_RETRIES_MAX)
+        left = damage_shared_copies(monkeypatch, times=limits.CHECKSUM_RETRIES_MAX)
         sent, arrived, retries = await hand_over(sender, receiver)
         assert left == [0] and sent == arrived
         assert 1 <= retries <= limits.CHECKSUM_RETRIES_MAX
@@ -97,7 +81,7 @@ async def test_bytes_that_never_pass_fail_both_sides_and_are_never_shown(
     ):
         source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
         if scheme == "shm":
-            damage_copies(monkeypatch, times=1_000)
+            damage_shared_copies(monkeypatch, times=1_000)
         else:
             # What was sealed is no longer what lies there: the sender's memory itself is bad.
             sender.arena.cell(source[0].slot, 0)[7] ^= 1
@@ -143,7 +127,7 @@ async def test_a_reader_does_not_believe_what_does_not_pass(monkeypatch: pytest.
     async with pair("shm", tmp_path, geometry=LARGE, slots=8) as (holder, reader):
         blocks, into = holder.filled(COUNT, seed=2), reader.blocks(COUNT)
         grant = holder.engine.lease_reads(REQUEST, blocks, seq_start=0, seq_end=TOKENS, lease_ms=60_000)
-        damage_copies(monkeypatch, times=1_000)
+        damage_shared_copies(monkeypatch, times=1_000)
         with pytest.raises(ChecksumMismatch):
             await reader.engine.fetch(grant, into).wait(20_000)
         assert all(reader.arena.block_checks(ref.slot) == [0] * LARGE.num_layers for ref in into)

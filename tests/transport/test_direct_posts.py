@@ -28,7 +28,7 @@ from kv_transport.frames import Acked, FromOwner
 from kv_transport.peers import Peer
 from kv_transport.regions import MemoryRegion
 from kv_transport.xfer import Xfer
-from tests.transport.helpers_transport import NO_RESERVE, Node, eventually, introduce, pair
+from tests.transport.helpers_transport import NO_RESERVE, Node, damage_shared_copies, eventually, introduce, pair
 
 DECODE = NodeId("decode")
 NBYTES = 4_096
@@ -95,7 +95,12 @@ class Ready:
 
 @contextlib.asynccontextmanager
 async def ready(
-    tmp_path: Path, transport: TransportName = "shm", *, window_size: int = 8, heartbeat_ms: int = 500
+    tmp_path: Path,
+    transport: TransportName = "shm",
+    *,
+    window_size: int = 8,
+    heartbeat_ms: int = 500,
+    unit_bytes: int = limits.UNIT_BYTES_MAX,
 ) -> AsyncIterator[Ready]:
     with (
         SharedBuffer.create(4 << 20, "one", budget=NO_RESERVE) as one,
@@ -108,6 +113,7 @@ async def ready(
             heartbeat_ms=heartbeat_ms,
             silence_timeout_ms=6 * heartbeat_ms,
             unit_timeout_ms=10 * heartbeat_ms,
+            unit_bytes=unit_bytes,
         ) as (left, right):
             mine = left.agent.register_memory(one)
             theirs = right.agent.register_memory(two, Access.WRITE)
@@ -162,14 +168,19 @@ async def test_a_small_get_is_over_when_the_call_returns(tmp_path: Path) -> None
         await it.put.done(20_000)
 
 
-async def test_what_is_too_long_for_the_loop_takes_the_queue(tmp_path: Path) -> None:
-    async with ready(tmp_path) as it:
-        for nbytes, direct in [(limits.INLINE_COPY_BYTES_MAX, True), (limits.INLINE_COPY_BYTES_MAX + 1, False)]:
-            put = it.xfer(XferOp.WRITE, nbytes)
-            it.left.agent.transfer(put)
-            assert (it.peer.flows == []) is direct
-            await put.done(20_000)
-            assert it.arrived(nbytes)
+@pytest.mark.parametrize("op", XferOp)
+async def test_a_transfer_of_one_unit_needs_no_queue_and_one_of_several_does(tmp_path: Path, op: XferOp) -> None:
+    async with ready(tmp_path, unit_bytes=1 << 20) as it:
+        long = limits.INLINE_COPY_BYTES_MAX + 1
+        for nbytes, direct in [(long - 1, True), (long, True), (1 << 20, True), ((1 << 20) + 1, False)]:
+            it.fill(seed=nbytes)
+            xfer = it.xfer(op, nbytes)
+            for _ in range(2):
+                it.left.agent.transfer(xfer)
+                assert (it.peer.flows == []) is direct
+                assert (await xfer.done(20_000)).nbytes == nbytes
+                assert it.arrived(nbytes)
+            assert it.left.agent.inventory().work == ()
 
 
 async def test_nothing_is_overtaken(tmp_path: Path) -> None:
@@ -207,7 +218,7 @@ async def test_bytes_that_do_not_pass_are_put_again_and_never_announced(
 ) -> None:
     async with ready(tmp_path) as it:
         monkeypatch.setattr(doorbell, "put", doorbell.plain_put)  # its twin copies with the kernel that is torn here
-        whole, left = kernels.copy_unsealed_cells, [times]
+        whole, left = kernels.copy_unsealed_cells, [1]
 
         def torn(to: memoryview, source: memoryview, cells: kernels.CellTable) -> tuple[list[int], list[int]]:
             arrived, read = whole(to, source, cells)
@@ -217,6 +228,7 @@ async def test_bytes_that_do_not_pass_are_put_again_and_never_announced(
             return [arrived[0] ^ 1, *arrived[1:]], read
 
         monkeypatch.setattr(kernels, "copy_unsealed_cells", torn)
+        damage_shared_copies(monkeypatch, times - 1)  # the later attempts
         it.left.agent.transfer(it.put)
         assert it.notified() == 0 and it.state() == "posted"
         if times > limits.CHECKSUM_RETRIES_MAX:

@@ -227,7 +227,7 @@ async def test_whatever_breaks_a_put_is_announced_once_if_it_is_done_and_never_t
 
         async def one(number: int) -> None:
             payload = b"%d" % number
-            put = it.xfer(XferOp.WRITE, rng.choice([64, 4096, 2 * limits.INLINE_COPY_BYTES_MAX]), payload)
+            put = it.xfer(XferOp.WRITE, rng.choice([64, 4096, 2 * limits.INLINE_COPY_BYTES_MAX, 3 << 20]), payload)
             await asyncio.sleep(rng.uniform(0, 0.02))
             agent.transfer(put)
             try:

@@ -9,10 +9,6 @@ from hypothesis import strategies as st
 
 from kv_core.checksum import crc64
 from kv_transport import kernels
-from kv_transport.copying import CopyStopped, copy_unsealed
-from kv_transport.descriptors import Cells
-from kv_transport.regions import SharedBuffer
-from tests.transport.helpers_transport import NO_RESERVE
 
 needs_compiled = pytest.mark.skipif(not kernels.COMPILED, reason="installed without a compiler")
 CONTENT = random.Random("sums").randbytes(70_000)
@@ -43,26 +39,6 @@ def test_a_cell_outside_is_not_summed(cell: tuple[int, int]) -> None:
     for sum_cells in (kernels.sum_cells, kernels.plain_sum_cells):
         with pytest.raises(IndexError):
             sum_cells(memoryview(CONTENT), np.array([(0, 4), cell], np.int64))
-
-
-@pytest.mark.parametrize("into_local", [False, True])
-def test_unsealed_memory_is_summed_on_both_sides_of_the_copy(into_local: bool) -> None:
-    with (
-        SharedBuffer.create(1 << 16, budget=NO_RESERVE) as mine,
-        SharedBuffer.create(1 << 16, budget=NO_RESERVE) as theirs,
-    ):
-        mine.data[:] = np.random.default_rng(1).integers(0, 256, 1 << 16, np.uint8)
-        theirs.data[:] = np.random.default_rng(2).integers(0, 256, 1 << 16, np.uint8)
-        offsets = np.array([0, 40_000], np.int64)
-        cells = Cells(offsets, offsets[::-1].copy(), np.array([5_000, 5_000], np.int64))
-        source, destination = (theirs, mine) if into_local else (mine, theirs)
-        arrived, read = copy_unsealed(destination, source, cells, into_local=into_local, stopped=lambda: False)
-        assert arrived == read
-        for index, (to, of) in enumerate([(0, 40_000), (40_000, 0)] if into_local else [(40_000, 0), (0, 40_000)]):
-            assert bytes(destination.data[to : to + 5_000]) == bytes(source.data[of : of + 5_000])
-            assert arrived[index] == crc64(destination.data_view[to : to + 5_000])
-        with pytest.raises(CopyStopped):
-            copy_unsealed(destination, source, cells, into_local=into_local, stopped=lambda: True)
 
 
 @given(

@@ -340,65 +340,156 @@ static uint64_t copy_and_sum_both(uint8_t *to, const uint8_t *from, size_t n, ui
     return crc;
 }
 
-/* copy_cells(to, from, cells, checks[, read]): cells are int64 triples (to, from, nbytes); the sum of each continues
- * the uint64 that is in `checks`, and that of its source the one in `read`. Everything is checked before the first
- * byte is written. */
-static PyObject *py_copy_cells(PyObject *self, PyObject *args)
+/* What is copied, and where the sums go: `cells` are int64 triples (to, from, nbytes); the sum of each continues the
+ * uint64 that is in `checks`, and that of its source the one in `read`, where there is one. */
+typedef struct {
+    Py_buffer to, from, cells, checks, read;
+    Py_ssize_t count;
+} Copy;
+
+static void copy_release(Copy *copy)
 {
-    PyObject *to_object, *from_object, *cells_object, *checks_object, *read_object = NULL, *result = NULL;
-    Py_buffer to, from, cells, checks, read = {0};
-    if (!PyArg_ParseTuple(args, "OOOO|O", &to_object, &from_object, &cells_object, &checks_object, &read_object))
-        return NULL;
-    if (get(to_object, &to, PyBUF_WRITABLE, "to", -1) < 0)
-        return NULL;
-    if (get(from_object, &from, PyBUF_SIMPLE, "from", -1) < 0)
+    if (copy->read.obj)
+        PyBuffer_Release(&copy->read);
+    PyBuffer_Release(&copy->checks);
+    PyBuffer_Release(&copy->cells);
+    PyBuffer_Release(&copy->from);
+    PyBuffer_Release(&copy->to);
+}
+
+/* From four objects, and `read` or NULL or None. Everything is checked: 0, or -1 with an error set and nothing held. */
+static int copy_arguments(Copy *copy, PyObject *const *objects, PyObject *read)
+{
+    copy->read.obj = NULL;
+    if (get(objects[0], &copy->to, PyBUF_WRITABLE, "to", -1) < 0)
+        return -1;
+    if (get(objects[1], &copy->from, PyBUF_SIMPLE, "from", -1) < 0)
         goto to_only;
-    if (get(cells_object, &cells, PyBUF_SIMPLE, "cells", -1) < 0)
+    if (get(objects[2], &copy->cells, PyBUF_SIMPLE, "cells", -1) < 0)
         goto two;
-    if (get(checks_object, &checks, PyBUF_WRITABLE, "checks", cells.len / 24 * 8) < 0)
+    copy->count = copy->cells.len / 24;
+    if (get(objects[3], &copy->checks, PyBUF_WRITABLE, "checks", copy->count * 8) < 0)
         goto three;
-    if (read_object && get(read_object, &read, PyBUF_WRITABLE, "read", cells.len / 24 * 8) < 0)
-        goto four;
-    const int64_t *cell = cells.buf;
-    uint64_t *check = checks.buf, *source_check = read.buf;
-    Py_ssize_t count = cells.len / 24;
-    if (cells.len % 24) {
+    if (read && read != Py_None && get(read, &copy->read, PyBUF_WRITABLE, "read", copy->count * 8) < 0) {
+        copy->read.obj = NULL;
+        goto all;
+    }
+    if (copy->cells.len % 24) {
         PyErr_SetString(PyExc_ValueError, "cells are triples of int64");
         goto all;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
+    const int64_t *cell = copy->cells.buf;
+    for (Py_ssize_t i = 0; i < copy->count; i++) {
         int64_t a = cell[3 * i], b = cell[3 * i + 1], n = cell[3 * i + 2];
-        if (n < 0 || a < 0 || b < 0 || n > to.len || n > from.len || a > to.len - n || b > from.len - n) {
+        if (n < 0 || a < 0 || b < 0 || n > copy->to.len || n > copy->from.len || a > copy->to.len - n ||
+            b > copy->from.len - n) {
             PyErr_Format(PyExc_IndexError, "cell %zd lies outside its memory", i);
             goto all;
         }
     }
+    return 0;
+all:
+    copy_release(copy);
+    return -1;
+three:
+    PyBuffer_Release(&copy->cells);
+two:
+    PyBuffer_Release(&copy->from);
+to_only:
+    PyBuffer_Release(&copy->to);
+    return -1;
+}
+
+static void copy_cell(const Copy *copy, Py_ssize_t i)
+{
+    const int64_t *cell = (const int64_t *)copy->cells.buf + 3 * i;
+    uint64_t *check = (uint64_t *)copy->checks.buf + i, *read = copy->read.obj ? (uint64_t *)copy->read.buf + i : NULL;
+    uint8_t *to = (uint8_t *)copy->to.buf + cell[0];
+    const uint8_t *from = (const uint8_t *)copy->from.buf + cell[1];
+    if (read) {
+        uint64_t source = ~*read;
+        *check = ~copy_and_sum_both(to, from, (size_t)cell[2], ~*check, &source);
+        *read = ~source;
+    } else
+        *check = ~copy_and_sum(to, from, (size_t)cell[2], ~*check);
+}
+
+/* copy_cells(to, from, cells, checks[, read]): everything is checked before the first byte is written. */
+static PyObject *py_copy_cells(PyObject *self, PyObject *args)
+{
+    PyObject *objects[4], *read = NULL;
+    Copy copy;
+    if (!PyArg_ParseTuple(args, "OOOO|O", &objects[0], &objects[1], &objects[2], &objects[3], &read))
+        return NULL;
+    if (copy_arguments(&copy, objects, read) < 0)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint8_t *target = (uint8_t *)to.buf + cell[3 * i];
-        const uint8_t *origin = (const uint8_t *)from.buf + cell[3 * i + 1];
-        size_t n = (size_t)cell[3 * i + 2];
-        if (source_check) {
-            uint64_t source = ~source_check[i];
-            check[i] = ~copy_and_sum_both(target, origin, n, ~check[i], &source);
-            source_check[i] = ~source;
-        } else
-            check[i] = ~copy_and_sum(target, origin, n, ~check[i]);
+    for (Py_ssize_t i = 0; i < copy.count; i++)
+        copy_cell(&copy, i);
+    Py_END_ALLOW_THREADS
+    copy_release(&copy);
+    Py_RETURN_NONE;
+}
+
+/* How a copy stands that several threads share. `next` is the cell that is taken next; `inside` counts the threads that
+ * hold the memory; `stop` is set from outside; `over` when its outcome was given. What is not atomic is only touched
+ * under the GIL. */
+typedef struct {
+    uint64_t next, stop, inside, over;
+} Shared;
+
+/* copy_shared(state, to, from, cells, checks, read): takes one cell after the other until none is left or it is told to
+ * stop. Gives True or False, whether all are copied, to the last thread that leaves, which holds nothing by then, and
+ * None to every other. */
+static PyObject *py_copy_shared(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    (void)self;
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "copy_shared takes 6 arguments");
+        return NULL;
+    }
+    Py_buffer state;
+    Copy copy;
+    if (get(args[0], &state, PyBUF_WRITABLE, "state", sizeof(Shared)) < 0)
+        return NULL;
+    if ((uintptr_t)state.buf % 8) {
+        PyBuffer_Release(&state);
+        PyErr_SetString(PyExc_ValueError, "not the state of a copy");
+        return NULL;
+    }
+    Shared *shared = state.buf;
+    PyObject *result = Py_None;
+    if (shared->over)
+        goto out;
+    if (copy_arguments(&copy, args + 1, args[5]) < 0) {
+        if (shared->inside) { /* what is wrong is wrong with this thread: the last one out says that it was stopped */
+            PyErr_Clear();
+            __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+        } else {
+            shared->over = 1;
+            result = NULL;
+        }
+        goto out;
+    }
+    const uint64_t cells = (uint64_t)copy.count;
+    shared->inside++;
+    Py_BEGIN_ALLOW_THREADS
+    while (!__atomic_load_n(&shared->stop, __ATOMIC_SEQ_CST)) {
+        const uint64_t taken = __atomic_fetch_add(&shared->next, 1, __ATOMIC_SEQ_CST);
+        if (taken >= cells)
+            break;
+        copy_cell(&copy, (Py_ssize_t)taken);
     }
     Py_END_ALLOW_THREADS
-    result = Py_None;
-    Py_INCREF(result);
-all:
-    if (read.obj)
-        PyBuffer_Release(&read);
-four:
-    PyBuffer_Release(&checks);
-three:
-    PyBuffer_Release(&cells);
-two:
-    PyBuffer_Release(&from);
-to_only:
-    PyBuffer_Release(&to);
+    copy_release(&copy);
+    /* Whoever took a cell is inside until it is copied. */
+    if (!--shared->inside && !shared->over) {
+        shared->over = 1;
+        result = __atomic_load_n(&shared->next, __ATOMIC_SEQ_CST) >= cells ? Py_True : Py_False;
+    }
+out:
+    PyBuffer_Release(&state);
+    Py_XINCREF(result);
     return result;
 }
 
@@ -792,6 +883,7 @@ static PyObject *py_set_features(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"copy_cells", py_copy_cells, METH_VARARGS, NULL},
+    {"copy_shared", (PyCFunction)(void (*)(void))py_copy_shared, METH_FASTCALL, NULL},
     {"sum_cells", py_sum_cells, METH_VARARGS, NULL},
     {"combine", py_combine, METH_VARARGS, NULL},
     {"quantise_bf16", py_quantise, METH_VARARGS, NULL},

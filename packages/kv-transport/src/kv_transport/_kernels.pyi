@@ -9,6 +9,15 @@ def copy_cells(
     read: bytearray = ...,
     /,
 ) -> None: ...
+def copy_shared(
+    state: bytearray,
+    to: memoryview,
+    source: memoryview,
+    cells: NDArray[np.int64],
+    checks: bytearray,
+    read: bytearray | None,
+    /,
+) -> bool | None: ...
 def sum_cells(source: memoryview, cells: NDArray[np.int64], checks: NDArray[np.uint64], /) -> None: ...
 def combine(checks: NDArray[np.uint64], sizes: NDArray[np.int64], /) -> int: ...
 def quantise_bf16(

@@ -96,14 +96,15 @@ class TransportConfig:
     def unit_bytes_over(self, scheme: str, nbytes: int) -> int:
         """Most bytes of each unit of a transfer, or of a layer, of `nbytes` by that transport.
 
-        Over shm a thread moves a unit, and what is around a unit costs more than a tenth of moving 4 MiB. So units are
-        larger as long as there are enough bytes to give each thread one.
+        Over shm all threads that copy move a unit together, and what is around a unit costs more than a tenth of moving
+        4 MiB. So units are larger there.
         """
         if self.unit_bytes is not None:
             return self.unit_bytes
         if scheme != "shm":
             return limits.UNIT_BYTES
-        return max(limits.UNIT_BYTES, min(nbytes // self.copy_threads, limits.UNIT_BYTES_MAX))
+        together = min(self.copy_threads * limits.UNIT_SHARE_BYTES, limits.UNIT_BYTES_MAX)
+        return max(limits.UNIT_BYTES, min(nbytes, together))
 
     def ns(self, name: str) -> int:
         """A `..._ms` setting in nanoseconds."""

@@ -30,7 +30,7 @@ class Run:
 class Cells:
     """Cells in order: offset on our side, offset on the peer's, length. Not to be changed."""
 
-    __slots__ = ("_runs", "_sizes", "_tables", "first_local", "local", "nbytes", "remote", "sizes")
+    __slots__ = ("_merged", "_runs", "_sizes", "_tables", "first_local", "local", "nbytes", "remote", "sizes")
 
     def __init__(self, local: IntArray, remote: IntArray, sizes: IntArray) -> None:
         self.local: Final = local
@@ -41,6 +41,7 @@ class Cells:
         self._runs: list[int] = []
         self._sizes: list[int] = []
         self._tables: dict[bool, IntArray] = {}
+        self._merged: list[Run] | None = None
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -69,7 +70,12 @@ class Cells:
         return Cells(self.local[start:end], self.remote[start:end], self.sizes[start:end])
 
     def runs(self) -> list[Run]:
-        """Neighbours merged where both sides are adjacent."""
+        """Neighbours merged where both sides are adjacent, made once."""
+        if self._merged is None:
+            self._merged = self._merge()
+        return self._merged
+
+    def _merge(self) -> list[Run]:
         if not len(self):
             return []
         ends_meet = (self.local[:-1] + self.sizes[:-1] == self.local[1:]) & (

@@ -1,12 +1,13 @@
-"""One small unit that is posted at once: no queue and no flow, as long as nothing goes wrong.
+"""One unit that is posted at once: no queue and no flow, as long as nothing goes wrong.
 
-A prepared transfer of few bytes over a standing link costs less to move than to keep books on. So the caller's own call
-moves it, and this record is what there is of it until the peer has acknowledged it; the next time it is posted again.
+A prepared transfer of one unit over a standing link costs less to move than to keep books on, or not much more. So the
+caller's own call posts it, and moves it where it is small, and this record is what there is of it until it is verified;
+the next time it is posted again.
 Whatever else comes of it makes a `Flow` take over: it retries, takes another link or says why not, as for any other
 transfer.
 
 DP1: it is listed, counted and answered for as a flow is. DP2: its memory is at rest when the record says so, and not
-before: with the acknowledgement, or with the flow. DP3: it is posted again only when it is at rest and ended well, and
+before: with the acknowledgement (a read: when it is verified here), or with the flow. DP3: it is posted again only when it is at rest and ended well, and
 who waited for it until then hears of that.
 """
 

@@ -1,4 +1,7 @@
-"""A small put over shared memory: the copy, both checksums, the message and its sending in one call; and its answer.
+"""A put of one run over shared memory: the message that tells of it, and its answer.
+
+A small one is the copy, both checksums, the message and its sending in one call; a larger one is copied by threads, and
+the same message tells of it.
 
 Compiled, with plain twins (`plain_...`) that are the definition, as in `kernels`. The message, little-endian, begins
 with a byte that begins no MessagePack frame:
@@ -7,7 +10,7 @@ with a byte that begins no MessagePack frame:
     0       8     0xC1
     8       8     seq, as in every frame
     16      8     put: the number by which its attempts are known
-    24      24    region, offset, nbytes: one piece of the owner's memory
+    24      24    region, offset, nbytes: one run of the owner's memory
     48      128   the unit's header, whose checksum is that of the piece
     176           the notification, to the end
 
@@ -62,6 +65,7 @@ PLACES: Final = 64
 """Puts that may be without an answer before some are answered by frames; more than the usual window."""
 
 _FIXED: Final = struct.Struct("<6Q")
+_FIXED_HEAD: Final = struct.Struct("<3Q")
 _HEADER_AT: Final = _FIXED.size
 _FLAG: Final = 64
 _PAGE_NBYTES: Final = _FLAG + 8 * PLACES
@@ -87,6 +91,13 @@ Admitting = Callable[[Text, bytes, bytearray, bytearray, int, int, int, memoryvi
 def message(region: int, offset: int, nbytes: int, notif: bytes) -> bytearray:
     """A message that `put` completes, again and again."""
     return bytearray(_FIXED.pack(MARK, 0, 0, region, offset, nbytes) + HEADER_BYTES + notif)
+
+
+def complete(text: bytearray, seq: int, number: int, nonce: int, checksum: int) -> bytes:
+    """The message of a piece that is in place, with that CRC-64 there."""
+    _FIXED_HEAD.pack_into(text, 0, MARK, seq, number)
+    text[_HEADER_AT:HEAD_NBYTES] = _HEADER.attempt(nonce, checksum)
+    return bytes(text)
 
 
 def plain_put(

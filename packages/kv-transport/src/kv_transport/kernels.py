@@ -9,7 +9,9 @@ With whole powers of two (E8M0 of the OCP MX formats) every scale would round th
 four ways of rounding a channel, and the one of least squared error is taken: a third less error for the same bytes.
 """
 
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -74,22 +76,91 @@ def copy_unsealed_cells(to: memoryview, source: memoryview, cells: CellTable) ->
 
 def plain_copy_cells(to: memoryview, source: memoryview, cells: CellTable) -> list[int]:
     """The same without compiled code."""
+    return [_copy_cell(to, source, cell) for cell in _checked_cells(to, source, cells)]
+
+
+def _checked_cells(to: memoryview, source: memoryview, cells: CellTable) -> list[tuple[int, int, int]]:
     if cells.ndim != 2 or cells.shape[1] != 3:
         raise ValueError(f"a table of {cells.shape}")
-    table = cells.tolist()
+    table: list[tuple[int, int, int]] = cells.tolist()
     for index, (target, origin, nbytes) in enumerate(table):
         if min(target, origin, nbytes) < 0 or target + nbytes > len(to) or origin + nbytes > len(source):
             raise IndexError(f"cell {index} lies outside its memory")
+    return table
+
+
+def _copy_cell(to: memoryview, source: memoryview, cell: tuple[int, int, int]) -> int:
+    target, origin, nbytes = cell
     into, of = np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8)
-    checks = []
-    for target, origin, nbytes in table:
-        check = 0
-        for begin in range(0, nbytes, _PIECE):
-            size = min(_PIECE, nbytes - begin)
-            np.copyto(into[target + begin : target + begin + size], of[origin + begin : origin + begin + size])
-            check = crc64(to[target + begin : target + begin + size], check)
-        checks.append(check)
-    return checks
+    check = 0
+    for begin in range(0, nbytes, _PIECE):
+        size = min(_PIECE, nbytes - begin)
+        np.copyto(into[target + begin : target + begin + size], of[origin + begin : origin + begin + size])
+        check = crc64(to[target + begin : target + begin + size], check)
+    return check
+
+
+SHARED_NBYTES: Final = 32
+"""State of a copy that threads share, zeros at first, four words: the next cell, whether to stop, how many threads are
+inside, whether its outcome was given."""
+
+STOP_AT: Final = 8
+"""Where to say that it is to stop; anything but zero."""
+
+_SHARED: Final = struct.Struct("4Q")
+_sharing: Final = threading.Lock()
+
+
+def plain_copy_shared(
+    state: bytearray,
+    to: memoryview,
+    source: memoryview,
+    cells: CellTable,
+    checks: bytearray,
+    read: bytearray | None,
+) -> bool | None:
+    """Help with a copy that several threads share: take one cell after the other until none is left, or it is stopped.
+
+    Args:
+        state: `SHARED_NBYTES`, the same for all of them.
+        checks, read: eight bytes a cell, zeros at first; take the CRC-64 of each where it arrived, and of its source.
+
+    Returns:
+        To the last thread that leaves, which holds nothing by then: whether every cell was copied; to others None.
+
+    Raises:
+        IndexError, ValueError: as `copy_cells`, to one of them; nothing was copied.
+    """
+    with _sharing:
+        following, stop, inside, over = _SHARED.unpack_from(state)
+        if over:
+            return None
+        try:
+            table = _checked_cells(to, source, cells)
+        except (IndexError, ValueError):
+            _SHARED.pack_into(state, 0, following, stop, inside, 1)
+            raise
+        _SHARED.pack_into(state, 0, following, stop, inside + 1, 0)
+    while True:
+        with _sharing:
+            following, stop, inside, over = _SHARED.unpack_from(state)
+            if stop or following >= len(table):
+                break
+            _SHARED.pack_into(state, 0, following + 1, stop, inside, over)
+        cell, at = table[following], slice(8 * following, 8 * following + 8)
+        checks[at] = _copy_cell(to, source, cell).to_bytes(8, "little")
+        if read is not None:
+            read[at] = crc64(source[cell[1] : cell[1] + cell[2]]).to_bytes(8, "little")
+    with _sharing:
+        following, stop, inside, over = _SHARED.unpack_from(state)
+        last = inside == 1 and not over
+        _SHARED.pack_into(state, 0, following, stop, inside - 1, over or last)
+    return following >= len(table) if last else None
+
+
+copy_shared: Callable[[bytearray, memoryview, memoryview, CellTable, bytearray, bytearray | None], bool | None]
+copy_shared = _kernels.copy_shared if COMPILED else plain_copy_shared
+"""The same, compiled where it can be."""
 
 
 def sum_cells(source: memoryview, cells: NDArray[np.int64]) -> list[int]:

@@ -39,7 +39,7 @@ from kv_transport.poster import LoopPoster
 from kv_transport.progress import GrantProgress, span_mask
 from kv_transport.regions import RegionTable, SharedBuffer
 from kv_transport.replay import PeerHistory
-from kv_transport.small_puts import SmallPuts
+from kv_transport.run_puts import RunPuts
 from kv_transport.ticket_checks import check_plain_unit, codec_of, require_generations, unpack_checks
 from kv_transport.tickets import WriteGrant
 from kv_transport.types import Access, PeerName
@@ -293,11 +293,11 @@ class Ledger:
             self.refusals += 1
             raise
 
-    def small_puts(self, session: Session) -> SmallPuts:
+    def run_puts(self, session: Session) -> RunPuts:
         """For a connection over which pieces of open regions are put without a head."""
         with self._lock:
             history = self._history(session.peer)
-        return SmallPuts(session.peer, history, self._lock, self._regions, self._on_notif, self._count_refusal)
+        return RunPuts(session.peer, history, self._lock, self._regions, self._on_notif, self._count_refusal)
 
     def _count_refusal(self) -> None:
         self.refusals += 1

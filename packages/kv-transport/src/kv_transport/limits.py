@@ -7,8 +7,11 @@ from kv_core.limits import KIB, MIB
 UNIT_BYTES: Final = 4 * MIB
 """A transfer unit: small enough that urgent work overtakes soon, large enough that per-unit cost vanishes."""
 
-UNIT_BYTES_MAX: Final = 8 * MIB
-"""One over shared memory, where that is as soon and the cost around a unit weighs more; and the most of any."""
+UNIT_SHARE_BYTES: Final = 8 * MIB
+"""Of a unit over shared memory for each thread that copies: as soon done, and the cost around a unit weighs more."""
+
+UNIT_BYTES_MAX: Final = 16 * MIB
+"""The most of any unit."""
 
 CELLS_PER_UNIT_MAX: Final = 2048
 """Pieces with a CRC of their own in one unit: their checksums (16 KiB) and offsets fit one control frame."""

@@ -137,11 +137,11 @@ class Peer:
         return flow
 
     def post_direct(self, desk: DirectDesk, unit: Unit, name: str, region: int) -> DirectPost | None:
-        """Post the only unit of a transfer past the queue, where the link moves it at once and nothing would be
+        """Post the only unit of a transfer past the queue, where the link takes it directly and nothing would be
         overtaken; None where that is not so. `region` of ours is held until it is at rest. Raises `UnknownRegion`.
         """
         link = self._links.get(self._preferred)
-        if link is None or link.lost is not None or not link.moves_at_once(unit):
+        if link is None or link.lost is not None or not link.takes_directly(unit):
             return None
         desk.regions.hold(region)
         if not self._scheduler.pass_through():

@@ -19,7 +19,7 @@ from kv_transport import limits
 from kv_transport.errors import InvalidDescriptor
 from kv_transport.types import PeerName
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Increment when the frames between two agents change; peers of another version are refused by name."""
 
 

@@ -143,8 +143,8 @@ class Link(abc.ABC):
         """What bytes cost the threads at its ends, for whoever weighs codecs; known where it `encodes`."""
         return MovingCost()
 
-    def moves_at_once(self, unit: Unit) -> bool:
-        """Whether `post` moves that unit itself, so that a place in the queue would cost more than it is worth."""
+    def takes_directly(self, unit: Unit) -> bool:
+        """Whether a unit that is alone, of an open region, may go past the queue: that costs more than it is worth."""
         return False
 
     def post(self, unit: Unit, settle: SettleUnit) -> None:

@@ -18,14 +18,13 @@ import numpy as np
 from kv_core.checksum import crc64
 from kv_core.errors import KVError
 from kv_core.ids import NodeId
-from kv_transport import limits
+from kv_transport import kernels, limits
 from kv_transport.arena import Arena
 from kv_transport.arena_layout import IntArray
 from kv_transport.auth import NONCE_BYTES, ClientHandshake, ServerHandshake
 from kv_transport.backends.base import Backend, Link, LinkOwner, Surroundings
 from kv_transport.backends.memory_network import Fate, MemoryConnection, MemoryNetwork
 from kv_transport.backends.rma_session import RmaSession
-from kv_transport.copying import copy_cells
 from kv_transport.errors import (
     AuthenticationFailed,
     ChecksumMismatch,
@@ -284,7 +283,7 @@ class MemoryLink(Link):
             raise UnknownRegion(region=unit.region, node=self.peer.node)
         if unit.op is XferOp.WRITE:
             checks = unit.take_checks()
-            copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=_never)
+            kernels.copy_cells(memory.data_view, unit.local.data_view, unit.cells.table(into_local=False))
             if flight.fate is Fate.TORN:
                 self._tear(memory, unit.cells.remote, unit)
             if flight.fate is Fate.MISSING:
@@ -315,7 +314,7 @@ class MemoryLink(Link):
 
     def _read(self, flight: _Flight, memory: Arena | SharedBuffer) -> None:
         unit = flight.unit
-        checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=_never)
+        checks = kernels.copy_cells(unit.local.data_view, memory.data_view, unit.cells.table(into_local=True))
         if flight.fate in (Fate.TORN, Fate.REUSED):
             checks = self._tear(unit.local, unit.cells.local, unit)
         if unit.ticket is None or not isinstance(memory, Arena):
@@ -390,7 +389,3 @@ class MemoryLink(Link):
         self._keys.clear()
         self._wire.writer_at_rest()
         self._settle_all(self.lost)
-
-
-def _never() -> bool:
-    return False

@@ -1,7 +1,7 @@
 """What the workers of a shared-memory link have in hand, and when the other side is told of it.
 
 To tell somebody wakes a thread that takes a processor from the workers, on a machine whose processors are all copying.
-So units are told several together, as long as others are still being moved: those end soon, a unit is at most 8 MiB.
+So units are told several together, as long as others are still being moved: those end soon, a unit is 8 MiB a thread.
 
 Thread-safe. J1: each job that began is handed out once, by `moved`, and is over with `told`. J2: while no
 bytes are being moved nothing waits to be handed out. J3: a job is busy until it was told: what is said after the last
@@ -20,12 +20,15 @@ from kv_transport.units import Unit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moved:
-    """A unit that no worker has in hand any more: `placed` is what its owner must hear, unless there was an `error`."""
+    """A unit that no worker has in hand any more.
+
+    `placed` is what its owner must hear if it was a write that went well: a frame, or a message as `doorbell` has it.
+    """
 
     seq: int
     unit: Unit
     error: KVError | None
-    placed: Placed | None
+    placed: Placed | bytes | None
 
     @property
     def ticket(self) -> int:

@@ -2,27 +2,25 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
 
 from kv_core.errors import KVError, LocalProtocolError
 from kv_transport import doorbell, limits
-from kv_transport.arena import ArenaView, map_arena
+from kv_transport.arena import map_arena
 from kv_transport.backends.base import Link, LinkOwner, Posted, Surroundings
 from kv_transport.backends.bell import Bell
 from kv_transport.backends.seqpacket import FrameSocket
+from kv_transport.backends.shm_copies import Mapping, UnitCopy
 from kv_transport.backends.shm_jobs import Jobs, Moved, ticket_of
-from kv_transport.copying import CopyStopped, copy_cells, copy_unsealed
+from kv_transport.copying import CopyStopped
 from kv_transport.doorbell import DAMAGED, PLACES, SENT, AnswersWanted
 from kv_transport.errors import (
     ChecksumMismatch,
     ConnectionLost,
     FrameRefused,
-    GeometryMismatch,
     GrantRefused,
-    LeaseEnded,
     TransferTooLarge,
 )
 from kv_transport.frames import (
@@ -39,13 +37,21 @@ from kv_transport.frames import (
     encode,
 )
 from kv_transport.regions import MappedBuffer
-from kv_transport.ticket_checks import require_generations
-from kv_transport.tickets import AgentMetadata, ReadGrant
+from kv_transport.tickets import AgentMetadata
 from kv_transport.types import XferOp
-from kv_transport.units import NonceSource, Unit, remote_shape
+from kv_transport.unit_header import combined
+from kv_transport.units import NonceSource, Unit
 from kv_transport.workers import WorkerPool
 
-_Mapping = ArenaView | MappedBuffer
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A unit that workers have in hand. `by_message`: its owner is told as `doorbell` says, and answers in the page."""
+
+    seq: int
+    copy: UnitCopy
+    nonce: int
+    by_message: bool
 
 
 class ShmLink(Link):
@@ -67,7 +73,7 @@ class ShmLink(Link):
         self._workers = workers
         self._peer_text = str(peer.name)
         self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._on_end)
-        self._maps: dict[tuple[int, bool], _Mapping] = {}
+        self._maps: dict[tuple[int, bool], Mapping] = {}
         self._waiting: dict[tuple[int, bool], list[tuple[int, Unit]]] = {}
         self._descriptors: dict[int, int] = {}
         self._mapping_now = 0
@@ -81,10 +87,10 @@ class ShmLink(Link):
 
     # Mapping.
 
-    def moves_at_once(self, unit: Unit) -> bool:
-        return unit.cells.nbytes <= limits.INLINE_COPY_BYTES_MAX and self._mapping(unit) is not None
+    def takes_directly(self, unit: Unit) -> bool:
+        return self._mapping(unit) is not None
 
-    def _mapping(self, unit: Unit) -> _Mapping | None:
+    def _mapping(self, unit: Unit) -> Mapping | None:
         """A writable one serves reads, too."""
         found = self._maps.get((unit.region, True))
         return found if found is not None or unit.op is XferOp.WRITE else self._maps.get((unit.region, False))
@@ -130,27 +136,32 @@ class ShmLink(Link):
             else:
                 self._start(seq, unit, self._maps[key])
 
-    # Small puts.
+    # Puts of one run, told by a message.
 
     def post_quietly(self, posted: Posted) -> None:
-        """Moves a put of one piece in one call; see `doorbell`."""
+        """Moves a small put of one run in one call; see `doorbell`."""
         unit = posted.unit
         memory = self._maps.get((unit.region, True))
-        if memory is None or (unit.message is None and not _make_message(unit)):
+        if memory is None or unit.cells.nbytes > limits.INLINE_COPY_BYTES_MAX or not _has_message(unit):
             super().post_quietly(posted)
             return
         seq = self._enlist(posted)
-        if self._page is not None:
-            if seq % PLACES in self._quiet:
-                self.take_answers()
-            if self._quiet.setdefault(seq % PLACES, seq) != seq:
-                self._begin(seq, unit)
-                return
+        if not self._takes_place(seq):
+            self._begin(seq, unit)
+            return
         error = self._put(seq, unit, memory)
         if error is not None:
             self._settle(seq, error)
 
-    def _put(self, seq: int, unit: Unit, memory: _Mapping) -> KVError | None:
+    def _takes_place(self, seq: int) -> bool:
+        """Whether a put may be told by a message: its answer has a place in the page, or is a frame."""
+        if self._page is None:
+            return True
+        if seq % PLACES in self._quiet:
+            self.take_answers()
+        return self._quiet.setdefault(seq % PLACES, seq) == seq
+
+    def _put(self, seq: int, unit: Unit, memory: Mapping) -> KVError | None:
         assert unit.message is not None
         try:
             outcome = self._socket.put(
@@ -201,21 +212,76 @@ class ShmLink(Link):
 
     # Moving.
 
-    def _start(self, seq: int, unit: Unit, memory: _Mapping) -> None:
+    def _start(self, seq: int, unit: Unit, memory: Mapping) -> None:
+        config = self._around.config
+        copy = UnitCopy(unit, memory, config.copy_threads, self._peer_text, self._stopped(unit))
         if unit.nbytes <= limits.INLINE_COPY_BYTES_MAX:
             # Here, on the loop: nothing that ends the link or fences the ticket comes in between.
-            moved = self._move(seq, unit, memory, self._nonces())
-            if moved.placed is not None:
-                self._send(moved.placed)
-            else:
-                self._settle(seq, moved.error)
+            self._start_here(_Job(seq, copy, self._nonces(), by_message=False))
             return
+        job = _Job(seq, copy, self._nonces(), by_message=_has_message(unit) and self._takes_place(seq))
+        if job.by_message and self._page is not None:
+            self._page.wait(True)
         self._jobs.begin(unit)
-        self._workers.submit(partial(self._work, seq, unit, memory, self._nonces()))
+        if copy.prepares_fast:
+            copy.prepare()
+            self._help_with(job, 1 + copy.helpers)
+        else:
+            self._workers.submit(partial(self._work, job))
 
-    def _work(self, seq: int, unit: Unit, memory: _Mapping, nonce: int) -> None:
-        """Runs in a worker, which also rings the doorbell."""
-        self._tell(self._jobs.moved(self._move(seq, unit, memory, nonce)))
+    def _start_here(self, job: _Job) -> None:
+        moved = self._prepared(job) or self._move(job)
+        assert moved is not None, "nobody else has it in hand"
+        if moved.placed is not None:
+            for text in _together([moved.placed]):
+                self._socket.send(text)
+        else:
+            self._settle(job.seq, moved.error)
+
+    def _help_with(self, job: _Job, threads: int) -> None:
+        for _ in range(threads):
+            self._workers.submit(partial(self._help, job))
+
+    def _work(self, job: _Job) -> None:
+        """Runs in the first worker."""
+        failed = self._prepared(job)
+        if failed is not None:
+            self._tell(self._jobs.moved(failed))
+            return
+        self._help_with(job, job.copy.helpers)
+        self._help(job)
+
+    def _help(self, job: _Job) -> None:
+        """Runs in a worker; the last one also rings the doorbell."""
+        moved = self._move(job)
+        if moved is not None:
+            self._tell(self._jobs.moved(moved))
+
+    def _prepared(self, job: _Job) -> Moved | None:
+        """What became of it already, if it must not be copied."""
+        try:
+            job.copy.prepare()
+        except Exception as error:
+            return Moved(job.seq, job.copy.unit, self._failure(job.copy.unit, error), None)
+        return None
+
+    def _move(self, job: _Job) -> Moved | None:
+        """Move bytes that nobody has moved yet; what became of the unit, if this thread is to say so."""
+        unit = job.copy.unit
+        placed: Placed | bytes | None = None
+        try:
+            if not job.copy.help():
+                return None
+            checks = job.copy.finish()
+            if job.by_message:
+                assert unit.message is not None
+                whole = combined(checks, unit.cells.size_list())
+                placed = doorbell.complete(unit.message, job.seq, unit.put, job.nonce, whole)
+            elif unit.op is XferOp.WRITE:
+                placed = Placed(job.seq, unit.head(job.nonce, checks))
+        except Exception as error:
+            return Moved(job.seq, unit, self._failure(unit, error), None)
+        return Moved(job.seq, unit, None, placed)
 
     def _tell(self, jobs: list[Moved]) -> None:
         """Say what became of those, from any thread. The loop is woken only for what it must do something about: not
@@ -224,26 +290,13 @@ class ShmLink(Link):
         if not jobs:
             return
         placed = [job.placed for job in jobs if job.placed is not None]
-        for frame in _together(placed):
-            self._socket.send(frame)
+        for text in _together(placed):
+            self._socket.send(text)
         self._jobs.told(jobs)
         # Whoever ends the link or fences a ticket after this finds that the jobs are over.
         awaited = self.lost is not None or any(job.ticket in self._fences for job in jobs)
         if awaited or len(placed) < len(jobs):
             self._around.poster.post(partial(self._moved, jobs))
-
-    def _move(self, seq: int, unit: Unit, memory: _Mapping, nonce: int) -> Moved:
-        """Move the bytes."""
-        placed: Placed | None = None
-        try:
-            self._check_shape(unit, memory)
-            if unit.op is XferOp.WRITE:
-                placed = Placed(seq, unit.head(nonce, self._write(unit, memory)))
-            else:
-                self._read(unit, memory)
-        except Exception as error:
-            return Moved(seq, unit, self._failure(unit, error), None)
-        return Moved(seq, unit, None, placed)
 
     def _failure(self, unit: Unit, error: Exception) -> KVError:
         match error:
@@ -252,6 +305,9 @@ class ShmLink(Link):
             case IndexError():
                 # Our own side was checked when the transfer was made.
                 return FrameRefused(peer=str(self.peer), reason=f"region {unit.region} is smaller than it was said")
+            case ChecksumMismatch():
+                self._around.ledger.count_checksum_failure()
+                return error
             case KVError():
                 return error
             case _:
@@ -260,51 +316,6 @@ class ShmLink(Link):
     def _stopped(self, unit: Unit) -> Callable[[], bool]:
         ticket = ticket_of(unit)
         return lambda: self.lost is not None or ticket in self._fences
-
-    def _check_shape(self, unit: Unit, memory: _Mapping) -> None:
-        if unit.ticket is None:
-            return
-        theirs = memory.shape if isinstance(memory, ArenaView) else None
-        expected = remote_shape(unit.ticket.form, unit.ticket.num_slots)
-        if theirs != expected:
-            raise GeometryMismatch(field="arena", ours=str(expected), theirs=str(theirs))
-
-    def _write(self, unit: Unit, memory: _Mapping) -> list[int]:
-        """The CRC-64 of each cell."""
-        stopped = self._stopped(unit)
-        if unit.ticket is not None and isinstance(memory, ArenaView):
-            require_generations(memory, unit.ticket, unit.start, unit.end)
-        if unit.arena is not None:
-            expected = unit.take_checks()
-            checks = copy_cells(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
-        else:
-            checks, expected = copy_unsealed(memory, unit.local, unit.cells, into_local=False, stopped=stopped)
-        self._compare(unit, checks, expected)
-        return checks
-
-    def _read(self, unit: Unit, memory: _Mapping) -> None:
-        stopped = self._stopped(unit)
-        if unit.ticket is None or not isinstance(memory, ArenaView):
-            checks, expected = copy_unsealed(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
-            self._compare(unit, checks, expected)
-            return
-        assert isinstance(unit.ticket, ReadGrant)
-        grant = unit.ticket
-        slots = np.array(grant.slots[unit.start : unit.end], np.int64)
-        require_lease(memory, grant)
-        checks = copy_cells(unit.local, memory, unit.cells, into_local=True, stopped=stopped)
-        expected = [int(check) for check in memory.checks[unit.layer, slots]]
-        # After the copy: had the slots been given to other content meanwhile, this shows it.
-        require_generations(memory, grant, unit.start, unit.end)
-        require_lease(memory, grant)
-        self._compare(unit, checks, expected)
-        unit.store_checks(checks)
-
-    def _compare(self, unit: Unit, checks: list[int], expected: list[int]) -> None:
-        if checks != expected:
-            bad = sum(ours != theirs for ours, theirs in zip(checks, expected, strict=True))
-            self._around.ledger.count_checksum_failure()
-            raise ChecksumMismatch(peer=str(self.peer), transport="shm", bad=bad, total=len(checks), layer=unit.layer)
 
     def _moved(self, jobs: list[Moved]) -> None:
         for seq, error in [(job.seq, job.error) for job in jobs if job.placed is None]:
@@ -375,26 +386,24 @@ class ShmLink(Link):
         self._settle_all(self.lost)
 
 
-def _together(placed: list[Placed]) -> list[bytes]:
-    """What tells of those units: one frame, where one can hold them all."""
-    if len(placed) > 1:
+def _together(placed: Sequence[Placed | bytes]) -> list[bytes]:
+    """What tells of those units: messages as they are, and one frame for the others, where one can hold them all."""
+    said = [one for one in placed if isinstance(one, bytes)]
+    frames = [one for one in placed if isinstance(one, Placed)]
+    if len(frames) > 1:
         try:
-            return [encode(PlacedMany(placed))]
+            return [*said, encode(PlacedMany(frames))]
         except TransferTooLarge:
             pass
-    return [encode(one) for one in placed]
+    return [*said, *map(encode, frames)]
 
 
-def _make_message(unit: Unit) -> bool:
-    """Whether it is a put of one piece of an open region, which then has its message."""
-    if unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells) != 1:
+def _has_message(unit: Unit) -> bool:
+    """Whether it is a put of one run into an open region, which then has its message."""
+    if unit.message is not None:
+        return True
+    if unit.op is not XferOp.WRITE or unit.ticket is not None or len(unit.cells.runs()) != 1:
         return False
-    offset, nbytes = unit.cells.remote_runs()
-    unit.message = doorbell.message(unit.region, offset, nbytes, unit.notif)
+    (run,) = unit.cells.runs()
+    unit.message = doorbell.message(unit.region, run.remote, run.nbytes, unit.notif)
     return True
-
-
-def require_lease(memory: ArenaView, grant: ReadGrant) -> None:
-    """The holder marks live leases in the arena itself. Raises `LeaseEnded`."""
-    if int(memory.leases[grant.lease_index]) != grant.ticket:
-        raise LeaseEnded(ticket=grant.ticket, reason="its holder has ended it")

@@ -33,7 +33,7 @@ from kv_transport.frames import (
     encode,
     refusal,
 )
-from kv_transport.small_puts import SmallPuts
+from kv_transport.run_puts import RunPuts
 from kv_transport.types import PeerName
 
 
@@ -58,7 +58,7 @@ class ShmSession(OwnerSession):
         self._peer_text = str(peer)
         self._bell = bell
         self._page: AnswersGiven | None = None
-        self._puts: SmallPuts | None = None
+        self._puts: RunPuts | None = None
         self._socket = FrameSocket(sock, around.loop, around.poster, self._on_frame, self._lost)
         self._socket.takes_descriptors = True  # beside the first frame
         try:
@@ -122,7 +122,7 @@ class ShmSession(OwnerSession):
             self._hear()
         self._bell.heard()
         if self._puts is None:
-            self._puts = self._around.ledger.small_puts(self)
+            self._puts = self._around.ledger.run_puts(self)
         try:
             seq, awaited = self._puts.take(data, self._page)
         except KVError as error:

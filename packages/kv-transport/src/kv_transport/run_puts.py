@@ -1,4 +1,4 @@
-"""The owner's side of small puts over shared memory, on one connection: what the ledger is for larger units.
+"""The owner's side of puts of one run over shared memory, on one connection: what the ledger is for other units.
 
 A put in which nothing is wrong, of the region that the last one went to, is admitted by one call (`doorbell.admit`).
 Any other is looked at step by step, which also says what is wrong with it.
@@ -21,7 +21,7 @@ from kv_transport.types import Access, PeerName
 _LONGEST: Final = doorbell.HEAD_NBYTES + limits.NOTIF_BYTES_MAX
 
 
-class SmallPuts:
+class RunPuts:
     """See the module. Made by `Ledger`; on the loop."""
 
     __slots__ = ("_history", "_lock", "_nbytes", "_nonces", "_on_notif", "_peer", "_refused", "_region", "_regions")

@@ -1,4 +1,4 @@
-"""The owner's side of small puts: one call admits what step by step would be admitted, and nothing twice."""
+"""The owner's side of puts of one run: one call admits what step by step would be admitted, and nothing twice."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ from kv_transport import Access, SharedBuffer, doorbell, limits, replay
 from kv_transport.doorbell import HEADER_BYTES, Admitting, AnswersWanted
 from kv_transport.regions import RegionTable
 from kv_transport.replay import PeerHistory
-from kv_transport.small_puts import SmallPuts
+from kv_transport.run_puts import RunPuts
 from kv_transport.types import PeerName
 from kv_transport.unit_header import plain_header
 from tests.transport.helpers_transport import NO_RESERVE
@@ -155,14 +155,14 @@ def test_marks_that_are_none_admit_nothing(admit: Admitting, nonces: bytes, puts
 
 
 class Owner:
-    """One connection's small puts, and what came of them."""
+    """One connection's puts, and what came of them."""
 
     def __init__(self, table: RegionTable, history: PeerHistory) -> None:
         self.refused = 0
         self.heard: list[bytes] = []
         self.table = table
         self.history = history
-        self.puts = SmallPuts(PEER, history, threading.Lock(), table, lambda _, text: self.heard.append(text), self._no)
+        self.puts = RunPuts(PEER, history, threading.Lock(), table, lambda _, text: self.heard.append(text), self._no)
 
     def _no(self) -> None:
         self.refused += 1
