@@ -1,6 +1,8 @@
 """The thread that calls UCX: what it does between the calls that move bytes, and when it sleeps."""
 
 import os
+import select
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from ctypes import c_int
@@ -17,9 +19,13 @@ class Ucp:
     """A UCX in which every request is over at once and nothing else happens; it notes what it is asked."""
 
     asked: list[str]
+    arms: int
+    patient = False
+    """Poll until it is wanted."""
+    waits: bool
 
     def __init__(self, context: int, worker: int) -> None:
-        type(self).asked = []
+        type(self).asked, type(self).arms, type(self).waits = [], 0, False
         self._efd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def address(self) -> bytes:
@@ -30,10 +36,13 @@ class Ucp:
 
     def poll(self, tag: int, requests: Sequence[int], wanted: c_int, turns: int) -> bool:
         self.asked += ["progress"] * turns
+        while self.patient and not wanted.value:
+            type(self).waits = True
         return bool(wanted.value or requests)
 
     def arm(self) -> bool:
         self.asked.append("arm")
+        type(self).arms += 1
         return True
 
     def probe(self, tag: int) -> None:
@@ -100,3 +109,56 @@ def test_it_looks_a_while_for_what_comes_next_before_it_sleeps(engine: UcxEngine
             break
         threading.Event().wait(0.01)
     assert Ucp.asked.index("arm") > ucx_engine._POLLS
+
+
+def test_a_wake_that_comes_behind_its_work_wakes_the_thread_once(
+    engine: UcxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that polls sees that it is wanted, and has done the work, before the caller has written to wake it."""
+    done, written, write = list[bool](), list[bool](), os.eventfd_write
+    with monkeypatch.context() as patched:
+        patched.setattr(Ucp, "patient", True)
+        engine.call(lambda: None)
+        while not Ucp.waits or engine._wanted.value:
+            pass  # until it polls, and has heard of that call
+        before = Ucp.arms
+
+        def write_late(fd: int, value: int) -> None:
+            Ucp.patient = False
+            while Ucp.arms == before:
+                pass  # until it goes to sleep, with nothing left to do
+            written.append(bool(done))
+            write(fd, value)
+
+        patched.setattr(os, "eventfd_write", write_late)
+        engine.call(lambda: done.append(True))
+    assert written == [True]
+    before, readable = Ucp.arms, select.poll()
+    readable.register(engine._wake, select.POLLIN)
+    while readable.poll(0):
+        assert Ucp.arms - before < 100, "awake for ever"
+
+
+def test_no_call_of_any_thread_is_slept_through(engine: UcxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_engine, "_SLEEP_S", 60.0)
+    monkeypatch.setattr(ucx_engine, "_POLLS", 1)  # asleep as often as can be
+    missed, interval = list[int](), sys.getswitchinterval()
+
+    def caller() -> None:
+        for number in range(1_000):
+            done = threading.Event()
+            engine.call(done.set)
+            if not done.wait(20):
+                missed.append(number)
+                return
+
+    callers = [threading.Thread(target=caller) for _ in range(4)]
+    sys.setswitchinterval(1e-6)  # threads take turns between any two steps
+    try:
+        for one in callers:
+            one.start()
+        for one in callers:
+            one.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not missed

@@ -141,7 +141,7 @@ class UcxEngine:
                     if self._turn() or self._stopping:
                         continue
                     if self.ucp.arm() and not self._calls and not self._moves:
-                        epoll.poll(_NAP_S if self._operations else _SLEEP_S)
+                        self._sleep(epoll)
                 except BaseException as failure:
                     _log.exception("ucx thread failed thread=%s", self._thread.name)
                     self._failure = self._failure or failure
@@ -152,6 +152,13 @@ class UcxEngine:
             self._drain()
         binding.close()
 
+    def _sleep(self, epoll: select.epoll) -> None:
+        for fd, _ in epoll.poll(_NAP_S if self._operations else _SLEEP_S):
+            if fd == self._wake:
+                # Here and only here, whatever `_wanted` says: a caller sets that first, so its work can be done and
+                # forgotten before it writes. What nobody read would then wake us for ever.
+                os.eventfd_read(fd)
+
     def _drain(self) -> None:
         for _ in range(_DRAIN_TURNS):
             if not self._operations:
@@ -161,13 +168,8 @@ class UcxEngine:
     def _turn(self) -> bool:
         """Do what there is to do, and wait a little for more; whether anything was."""
         busy = False
-        if self._wanted.value:
-            try:
-                os.eventfd_read(self._wake)
-            except BlockingIOError:
-                pass
-            # Cleared before the queues are looked at: a call appended after this wakes us again.
-            self._wanted.value = 0
+        # Cleared before the queues are looked at: a call appended after this wakes us again.
+        self._wanted.value = 0
         while self._calls:
             busy = True
             self._calls.popleft()()
