@@ -7,8 +7,8 @@ Whatever else comes of it makes a `Flow` take over: it retries, takes another li
 transfer.
 
 DP1: it is listed, counted and answered for as a flow is. DP2: its memory is at rest when the record says so, and not
-before: with the acknowledgement (a read: when it is verified here), or with the flow. DP3: it is posted again only when it is at rest and ended well, and
-who waited for it until then hears of that.
+before: with the acknowledgement (a read: when it is verified here), or with the flow. DP3: it is posted again only when
+it is at rest and ended well, and who waited for it until then hears of that.
 """
 
 import asyncio
