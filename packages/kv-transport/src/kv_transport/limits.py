@@ -19,6 +19,9 @@ CELLS_PER_UNIT_MAX: Final = 2048
 WINDOW_SIZE: Final = 8
 """Units in flight per peer."""
 
+WINDOW_BYTES: Final = 64 * MIB
+"""Bytes in flight per peer from which no further unit joins: what urgent work may have to wait for."""
+
 COPY_PIECE_BYTES: Final = 1 * MIB
 """Bytes copied at a time: the most of plain memory that one checksum is for."""
 

@@ -144,10 +144,10 @@ class Peer:
         if link is None or link.lost is not None or not link.takes_directly(unit):
             return None
         desk.regions.hold(region)
-        if not self._scheduler.pass_through():
+        if not self._scheduler.pass_through(unit.nbytes):
             # What is in flight may have been answered without a word.
             link.take_answers()
-            if self._links.get(link.scheme) is not link or not self._scheduler.pass_through():
+            if self._links.get(link.scheme) is not link or not self._scheduler.pass_through(unit.nbytes):
                 desk.regions.let_go(region)
                 return None
         post = DirectPost(self, desk, name, unit, region, link)
@@ -158,7 +158,7 @@ class Peer:
     def post_again(self, post: DirectPost, put: int) -> bool:
         """The same with what it made, if its link still stands and there is room; its region is held."""
         link = post.first_link
-        if link.lost is not None or self._closed is not None or not self._scheduler.pass_through():
+        if link.lost is not None or self._closed is not None or not self._scheduler.pass_through(post.total_bytes):
             return False
         post.unit.put = put
         self._direct[post] = None
@@ -166,13 +166,13 @@ class Peer:
         return True
 
     def direct_landed(self, post: DirectPost) -> None:
-        self._scheduler.passed()
+        self._scheduler.passed(post.total_bytes)
         del self._direct[post]
         post.landed()
         self._pump()
 
     def direct_bounced(self, post: DirectPost, error: KVError) -> None:
-        self._scheduler.passed()
+        self._scheduler.passed(post.total_bytes)
         del self._direct[post]
         post.give_way(self._take_over(post, post.first_link, post.desk.policy(), error))
         self._pump()
@@ -217,7 +217,8 @@ class Peer:
             key = self._serial
             self._keys[key] = flow, unit_id
             self._key_of[id(flow), unit_id] = key
-            self._scheduler.add(key, flow.priority, flow.unit(unit_id).layer)
+            unit = flow.unit(unit_id)
+            self._scheduler.add(key, flow.priority, unit.layer, unit.nbytes)
         self._pump()
 
     def dequeue(self, flow: Flow, units: Sequence[int]) -> None:

@@ -1,11 +1,13 @@
 """Which unit goes next to one peer. Pure.
 
-Order: priority, then layer, then age. At most `window` units are in flight. Ageing is counted in picks, not in time:
-a class that was passed over `ageing` times gets the next pick, and within a class every `ageing`-th pick takes the
-oldest unit whatever its layer, so that neither LOW work nor the deep layers of an old request starve.
+Order: priority, then layer, then age. At most `window` units are in flight, and none joins them once they are of
+`window_bytes`: urgent work waits for all of them, however large they are. Ageing is counted in picks, not in time: a
+class that was passed over `ageing` times gets the next pick, and within a class every `ageing`-th pick takes the oldest
+unit whatever its layer, so that neither LOW work nor the deep layers of an old request starve.
 
-S1: never more than `window` in flight. S2: a unit is queued, in flight, or unknown, never two of them.
-S3: with units waiting in a class, it gets at least one of every `ageing + 2` picks.
+S1: never more than `window` in flight, and less than `window_bytes` of all but one of them. S2: a unit is queued, in
+flight, or unknown, never two of them. S3: with units waiting in a class, it gets at least one of every `ageing + 2`
+picks.
 """
 
 import heapq
@@ -66,14 +68,23 @@ class Scheduler:
     `ageing` is at least 2: with 1, two starved classes could hold up the urgent one for longer than S3 says.
     """
 
-    def __init__(self, window: int = limits.WINDOW_SIZE, ageing: int = AGEING_PICKS) -> None:
-        if window < 1 or ageing < 2:
-            raise InvalidDescriptor(what="window and ageing", value=[window, ageing], reason="at least 1 and 2")
+    def __init__(
+        self,
+        window: int = limits.WINDOW_SIZE,
+        ageing: int = AGEING_PICKS,
+        window_bytes: int = limits.WINDOW_BYTES,
+    ) -> None:
+        if window < 1 or ageing < 2 or window_bytes < 1:
+            found = f"{window}, {ageing} and {window_bytes}"
+            raise InvalidDescriptor(what="window, ageing and bytes", value=found, reason="at least 1, 2 and 1")
         self._window = window
+        self._window_bytes = window_bytes
         self._ageing = ageing
         self._classes = {priority: _Class() for priority in TransferPriority}
         self._flying: set[int] = set()
+        self._nbytes: dict[int, int] = {}  # of each unit that is waiting or in flight
         self._passing = 0
+        self._flying_nbytes = 0
         self._serial = 0
         self._waiting = 0
 
@@ -85,7 +96,15 @@ class Scheduler:
     def in_flight(self) -> int:
         return len(self._flying) + self._passing
 
-    def add(self, key: int, priority: TransferPriority, layer: int) -> None:
+    @property
+    def nbytes_in_flight(self) -> int:
+        return self._flying_nbytes
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._flying) + self._passing < self._window and self._flying_nbytes < self._window_bytes
+
+    def add(self, key: int, priority: TransferPriority, layer: int, nbytes: int) -> None:
         """Queue a unit.
 
         Raises:
@@ -97,35 +116,41 @@ class Scheduler:
             raise TransferTooLarge(what="queue of units", size=len(self) + 1, limit=limits.QUEUED_UNITS_MAX)
         self._serial += 1
         self._waiting += 1
+        self._nbytes[key] = nbytes
         self._classes[priority].add(key, layer, self._serial)
 
-    def pass_through(self) -> bool:
+    def pass_through(self, nbytes: int) -> bool:
         """Count a unit without a name as in flight, if nothing waits that it would overtake and the window has room."""
-        if self._waiting or len(self._flying) + self._passing >= self._window:
+        if self._waiting or not self._has_room:
             return False
         self._passing += 1
+        self._flying_nbytes += nbytes
         return True
 
-    def passed(self) -> None:
-        """A unit that passed through came to an end, good or bad."""
+    def passed(self, nbytes: int) -> None:
+        """A unit of so many bytes that passed through came to an end, good or bad."""
         if not self._passing:
             raise InvalidTransition(machine="scheduler", state="none passes", event="passed()")
         self._passing -= 1
+        self._flying_nbytes -= nbytes
 
     def remove(self, key: int) -> bool:
         """Forget a unit that waits; False if it does not (it may be in flight)."""
         removed = any(cls.waiting.pop(key, None) is not None for cls in self._classes.values())
         self._waiting -= removed
+        if removed:
+            del self._nbytes[key]
         return removed
 
     def pick(self) -> list[int]:
         """The units to post now; they are in flight until `settle`."""
         picked = []
-        while self._waiting and len(self._flying) + self._passing < self._window:
+        while self._waiting and self._has_room:
             key = self._next()
             if key is None:
                 break
             self._flying.add(key)
+            self._flying_nbytes += self._nbytes[key]
             picked.append(key)
         return picked
 
@@ -134,6 +159,7 @@ class Scheduler:
         if key not in self._flying:
             raise InvalidTransition(machine="scheduler", state="not in flight", event=f"settle({key})")
         self._flying.discard(key)
+        self._flying_nbytes -= self._nbytes.pop(key)
 
     def _next(self) -> int | None:
         busy = [cls for cls in self._classes.values() if cls.waiting]
@@ -152,3 +178,5 @@ class Scheduler:
         waiting = [key for cls in self._classes.values() for key in cls.waiting]
         assert len(waiting) == len(set(waiting)) == self._waiting
         assert not self._flying.intersection(waiting)
+        assert self._nbytes.keys() == self._flying.union(waiting)
+        assert self._flying_nbytes >= sum(self._nbytes[key] for key in self._flying)
