@@ -149,14 +149,16 @@ class Far:
         self.straight[name].active(on)
         return {}
 
-    def do_plain_sockets(self, nbytes: int = 0) -> Fields:
+    def do_plain_sockets(self, nbytes: int = 0, unpaced: bool = False) -> Fields:
         """A listener for the reference: blocking sockets in a thread, `recv_into` and `sendall` on the same buffer.
 
-        With `nbytes` on a buffer of its own.
+        With `nbytes` on a buffer of its own; `unpaced`: whatever the host's congestion control is.
         """
         if nbytes:
             self.buffer = places.buffer(nbytes, seed=2)
         listener = socket.create_server((self.host, 0))
+        if unpaced:
+            stop_pacing(listener)
         threading.Thread(target=self._serve_plain, args=(listener,), daemon=True).start()
         return {"port": listener.getsockname()[1]}
 
@@ -181,6 +183,11 @@ def serve_zmq(address: str, bound: threading.Event) -> None:
     bound.set()
     while True:
         socket_.send(socket_.recv())
+
+
+def stop_pacing(sock: socket.socket) -> None:
+    """As our own connections within one host; who is accepted has what the listener has."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def order(write: bool, nbytes: int) -> bytes:

@@ -1,7 +1,8 @@
 """ucx: a put through the agent against the same put straight through the binding, both over tcp.
 
 Ours verifies every byte at the receiver, and tells it; the straight one is one put of all bytes, and a flush. It is
-measured as the binding comes, which is what its callers have, and once more with the segments that our backend sets.
+measured as the binding comes, which is what its callers have and what the bar is for, and once more with the segments
+that our backend sets, for information.
 """
 
 import base64
@@ -26,6 +27,7 @@ from kv_transport.errors import BackendUnavailable
 NAME = "ucx_put_over_tcp_64MiB"
 RATIO_NEED = 0.9
 REFERENCES = {"as_it_comes": places.UCX_OPTIONS, "same_segments": {**places.UCX_OPTIONS, **TCP_SEGMENTS}}
+NEEDS = {"as_it_comes": RATIO_NEED, "same_segments": None}
 
 
 def ucx_cases(effort: Effort) -> Iterator[Outcome]:
@@ -53,7 +55,7 @@ def _measure(near: Near, effort: Effort) -> Iterator[Outcome]:
     for name, one in straight.items():
         one.close()
         said = "one ucp_put_nbx and a flush through the binding"
-        yield harness.compare_samples(f"{NAME}_{name}", found["ours"], found[name], "GB/s", said, RATIO_NEED)
+        yield harness.compare_samples(f"{NAME}_{name}", found["ours"], found[name], "GB/s", said, NEEDS[name])
 
 
 class Straight:
