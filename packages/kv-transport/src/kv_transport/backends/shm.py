@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 from kv_core.errors import KVError
 from kv_transport import limits
 from kv_transport.auth import NONCE_BYTES
+from kv_transport.backends.accepting import Acceptor
 from kv_transport.backends.base import Backend, Link, LinkOwner, Surroundings
 from kv_transport.backends.bell import Bell
 from kv_transport.backends.handshaking import HandshakeIO, shake_as_initiator, shake_as_owner
@@ -52,11 +53,8 @@ class ShmBackend(Backend):
         self._folder = folder
         self._host_id = host_id
         self._path = folder / f"{_stem(around.me.node)}.{around.me.incarnation:x}.sock"
-        self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._workers: WorkerPool | None = None
-        self._handshakes: dict[int, asyncio.Task[None]] = {}
-        self._accepted: list[socket.socket] = []
-        """Connections whose handshake has not begun."""
         self._sessions: dict[int, ShmSession] = {}
         self._bells: WeakValueDictionary[PeerName, Bell] = WeakValueDictionary()
         self._serial = 0
@@ -78,12 +76,11 @@ class ShmBackend(Backend):
                 raise
         except OSError as error:
             raise BackendUnavailable(scheme="shm", reason=f"{path}: {error}") from error
-        self._listener = listener
         self._workers = WorkerPool(f"kv-copy-{self._around.me.node}", self._around.config.copy_threads)
-        self._around.loop.add_reader(listener.fileno(), self._accept)
+        self._acceptor = Acceptor(listener, self._around.loop, "shm", self._shake)
 
     def address(self) -> bytes | None:
-        return os.fsencode(self._path) if self._listener is not None else None
+        return os.fsencode(self._path) if self._acceptor is not None else None
 
     def reaches(self, peer: AgentMetadata) -> str | None:
         address = _address(peer)
@@ -91,7 +88,7 @@ class ShmBackend(Backend):
             return "the peer offers no unix socket"
         if peer.host_id != self._host_id:
             return "the peer is on another host"
-        if self._listener is None:
+        if self._acceptor is None:
             return "shm is not started here"
         try:
             return None if stat.S_ISSOCK(os.stat(address).st_mode) else f"{address!r} is not a socket"
@@ -125,14 +122,11 @@ class ShmBackend(Backend):
         return [(session.peer, session.status()) for session in self._sessions.values()]
 
     async def close(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            self._around.loop.remove_reader(listener.fileno())
-            listener.close()
+        acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
+            acceptor.stop_listening()
             self._path.unlink(missing_ok=True)
-        for task in self._handshakes.values():
-            task.cancel()
-        await asyncio.gather(*self._handshakes.values(), return_exceptions=True)
+            await acceptor.close()
         for session in list(self._sessions.values()):
             session.close()
         workers, self._workers = self._workers, None
@@ -160,34 +154,7 @@ class ShmBackend(Backend):
             finally:
                 probe.close()
 
-    def _accept(self) -> None:
-        while self._listener is not None:
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                _log.warning("accept failed transport=shm cause=%s", error)
-                return
-            sock.setblocking(False)
-            if len(self._handshakes) >= limits.PENDING_HANDSHAKES_MAX:
-                sock.close()
-                continue
-            self._serial += 1
-            serial = self._serial
-            self._accepted.append(sock)
-            task = self._around.loop.create_task(self._shake(serial, sock))
-            self._handshakes[serial] = task
-            task.add_done_callback(partial(self._handshake_over, serial, sock))
-
-    def _handshake_over(self, serial: int, sock: socket.socket, _: asyncio.Task[None]) -> None:
-        del self._handshakes[serial]
-        if sock in self._accepted:
-            self._accepted.remove(sock)
-            sock.close()  # the task was cancelled before its first step
-
-    async def _shake(self, serial: int, sock: socket.socket) -> None:
-        self._accepted.remove(sock)
+    async def _shake(self, sock: socket.socket) -> None:
         try:
             pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if uid != os.getuid():
@@ -208,8 +175,9 @@ class ShmBackend(Backend):
             _log.warning("connection refused transport=shm peer=%s cause=%d sessions", hello.name, of_peer)
             sock.close()
             return
-        bell, forget = self._bell(hello.name), partial(self._forget, serial)
-        self._sessions[serial] = ShmSession(self._around, hello.name, sock, pid, bell, forget)
+        self._serial += 1
+        bell, forget = self._bell(hello.name), partial(self._forget, self._serial)
+        self._sessions[self._serial] = ShmSession(self._around, hello.name, sock, pid, bell, forget)
 
     def _bell(self, peer: PeerName) -> Bell:
         return self._bells.setdefault(peer, Bell())

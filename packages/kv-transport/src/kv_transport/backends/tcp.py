@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from kv_core.errors import KVError
 from kv_transport import limits
 from kv_transport.auth import NONCE_BYTES, Hello, SessionKeys
+from kv_transport.backends.accepting import Acceptor
 from kv_transport.backends.base import Backend, Link, LinkOwner, Surroundings
 from kv_transport.backends.handshaking import HandshakeIO, shake_as_initiator, shake_as_owner
 from kv_transport.backends.io_thread import IoThread
@@ -45,13 +46,10 @@ class TcpBackend(Backend):
         self._host = host
         self._port = port
         self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._threads: list[IoThread] = []
         self._next_thread = 0
-        self._handshakes: dict[int, asyncio.Task[None]] = {}
-        self._accepted: list[socket.socket] = []
-        """Connections whose handshake has not begun."""
         self._sessions: dict[tuple[PeerName, bytes], TcpSession] = {}
-        self._serial = 0
         self._tls: TlsLayer | None = None
 
     async def start(self) -> None:
@@ -74,7 +72,7 @@ class TcpBackend(Backend):
         self._listener = listener
         name = f"kv-io-{self._around.me.node}"
         self._threads = [IoThread(f"{name}-{index}") for index in range(self._around.config.io_threads)]
-        self._around.loop.add_reader(listener.fileno(), self._accept)
+        self._acceptor = Acceptor(listener, self._around.loop, "tcp", self._shake)
 
     def address(self) -> bytes | None:
         if self._listener is None:
@@ -148,13 +146,9 @@ class TcpBackend(Backend):
         ]
 
     async def close(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            self._around.loop.remove_reader(listener.fileno())
-            listener.close()
-        for task in self._handshakes.values():
-            task.cancel()
-        await asyncio.gather(*self._handshakes.values(), return_exceptions=True)
+        self._listener = None
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for session in list(self._sessions.values()):
             session.close()
         threads, self._threads = self._threads, []
@@ -177,33 +171,7 @@ class TcpBackend(Backend):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.KEEPALIVE_IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.KEEPALIVE_INTERVAL_S)
 
-    def _accept(self) -> None:
-        while self._listener is not None:
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                _log.warning("accept failed transport=tcp cause=%s", error)
-                return
-            sock.setblocking(False)
-            if len(self._handshakes) >= limits.PENDING_HANDSHAKES_MAX:
-                sock.close()
-                continue
-            self._serial += 1
-            self._accepted.append(sock)
-            task = self._around.loop.create_task(self._shake(sock))
-            self._handshakes[self._serial] = task
-            task.add_done_callback(partial(self._handshake_over, self._serial, sock))
-
-    def _handshake_over(self, serial: int, sock: socket.socket, _: asyncio.Task[None]) -> None:
-        del self._handshakes[serial]
-        if sock in self._accepted:
-            self._accepted.remove(sock)
-            sock.close()  # the task was cancelled before its first step
-
     async def _shake(self, sock: socket.socket) -> None:
-        self._accepted.remove(sock)
         try:
             self._tune(sock)
             _stop_pacing(sock)
