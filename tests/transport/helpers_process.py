@@ -45,7 +45,7 @@ class PeerProcess:
         async with asyncio.timeout(30):
             while line := await self.process.stdout.readline():
                 heard: dict[str, object] = json.loads(line)
-                if heard["event"] in ("pushed", "pulled", "received", "failed"):
+                if heard["event"] in ("pushed", "pulled", "received", "digest", "failed"):
                     return heard
         raise AssertionError(f"{self.name} ended without an outcome")
 
@@ -72,10 +72,18 @@ class PeerProcess:
         await self.process.wait()
 
 
-@contextlib.asynccontextmanager
-async def peer_process(
+def peer_process(
     name: str, transport: str, folder: Path, incarnation: int = 1, **settings: int
+) -> contextlib.AbstractAsyncContextManager[PeerProcess]:
+    """With small blocks."""
+    return sized_peer_process(name, transport, folder, incarnation, "small", settings)
+
+
+@contextlib.asynccontextmanager
+async def sized_peer_process(
+    name: str, transport: str, folder: Path, incarnation: int, size: str, settings: dict[str, int]
 ) -> AsyncIterator[PeerProcess]:
+    """`size` is that of its blocks: one of `peer_process.GEOMETRIES`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -85,6 +93,7 @@ async def peer_process(
         transport,
         str(folder / "sockets"),
         json.dumps(settings),
+        size,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

@@ -1,7 +1,7 @@
 """An agent in a process of its own, driven by JSON lines on stdin; what happens is told by JSON lines on stdout.
 
-Started by `helpers_process.PeerProcess`. Its blocks hold bytes that `content_of` makes from (seed, slot, layer), so
-that the other side knows what to expect.
+Started by `helpers_process.PeerProcess`. Its blocks hold bytes that a seed makes (`Node.filled`), so that the other
+side knows what to expect; beside them it has a buffer that is open to everybody, region 2.
 """
 
 import asyncio
@@ -13,9 +13,15 @@ from pathlib import Path
 
 from kv_core.errors import KVError
 from kv_core.ids import Incarnation, NodeId, RequestId
-from kv_transport import TransferPriority
+from kv_transport import Access, SharedBuffer, TransferPriority
 from kv_transport.tickets import AgentMetadata, ReadGrant, WriteGrant
-from tests.transport.helpers_transport import Node, config, node
+from tests.transport.helpers_transport import LARGE, NO_RESERVE, SMALL, Node, config, node
+
+GEOMETRIES = {"small": SMALL, "large": LARGE}
+"""Cells that are copied where they are asked for, and such that threads share."""
+
+SLOTS = {"small": 64, "large": 24}
+BUFFER_NBYTES = 4 << 20
 
 
 def tell(**fields: object) -> None:
@@ -102,36 +108,44 @@ class Peer:
 
 
 async def serve() -> None:
-    name, incarnation, transport, folder, settings = sys.argv[1:6]
+    name, incarnation, transport, folder, settings, size = sys.argv[1:7]
     one = config(transport, Path(folder), **json.loads(settings))  # type: ignore[arg-type]
     queue = await commands()
-    async with node(name, one, incarnation=int(incarnation)) as me:
-        peer = Peer(me)
-        tell(event="started")
-        while (command := await queue.get())["do"] != "quit":
-            match command["do"]:
-                case "metadata":
-                    metadata = me.agent.get_agent_metadata(
-                        NodeId(str(command["node"])), Incarnation(int(str(command["incarnation"])))
-                    )
-                    tell(event="metadata", metadata=base64.b64encode(metadata.to_bytes()).decode())
-                case "add":
-                    me.agent.add_remote_agent(AgentMetadata.from_bytes(base64.b64decode(str(command["metadata"]))))
-                    tell(event="added")
-                case "push":
-                    peer.start(asyncio.create_task(peer.push(command)))
-                case "pull":
-                    peer.start(asyncio.create_task(peer.pull(command)))
-                case "expect":
-                    peer.start(asyncio.create_task(peer.expect(command)))
-                case "lease":
-                    peer.lease(command)
-                case unknown if unknown != "inventory":
-                    raise ValueError(unknown)
-                case _:
-                    tell(event="inventory", work=[str(item) for item in me.agent.inventory().work])
-        for task in list(peer.tasks):
-            task.cancel()
+    with SharedBuffer.create(BUFFER_NBYTES, "open", budget=NO_RESERVE) as buffer:
+        async with node(name, one, incarnation=int(incarnation), geometry=GEOMETRIES[size], slots=SLOTS[size]) as me:
+            me.agent.register_memory(buffer, Access.WRITE)
+            await obey(queue, me, buffer)
+
+
+async def obey(queue: "asyncio.Queue[dict[str, object]]", me: Node, buffer: SharedBuffer) -> None:
+    peer = Peer(me)
+    tell(event="started")
+    while (command := await queue.get())["do"] != "quit":
+        match command["do"]:
+            case "metadata":
+                metadata = me.agent.get_agent_metadata(
+                    NodeId(str(command["node"])), Incarnation(int(str(command["incarnation"])))
+                )
+                tell(event="metadata", metadata=base64.b64encode(metadata.to_bytes()).decode())
+            case "add":
+                me.agent.add_remote_agent(AgentMetadata.from_bytes(base64.b64decode(str(command["metadata"]))))
+                tell(event="added")
+            case "push":
+                peer.start(asyncio.create_task(peer.push(command)))
+            case "pull":
+                peer.start(asyncio.create_task(peer.pull(command)))
+            case "expect":
+                peer.start(asyncio.create_task(peer.expect(command)))
+            case "lease":
+                peer.lease(command)
+            case "digest":
+                tell(event="digest", digest=digest_of([bytes(buffer.data_view[: int(str(command["nbytes"]))])]))
+            case unknown if unknown != "inventory":
+                raise ValueError(unknown)
+            case _:
+                tell(event="inventory", work=[str(item) for item in me.agent.inventory().work])
+    for task in list(peer.tasks):
+        task.cancel()
 
 
 if __name__ == "__main__":

@@ -16,16 +16,23 @@ import numpy as np
 import pytest
 
 from kv_core.errors import KVError
-from kv_core.ids import RequestId
-from kv_transport import ReadGrant, WriteGrant
+from kv_core.ids import NodeId, RegionId, RequestId
+from kv_transport import Access, ReadGrant, SharedBuffer, WriteGrant, XferDesc, XferOp
 from kv_transport.config import TransportName
-from tests.transport.helpers_process import PeerProcess, peer_process
-from tests.transport.helpers_transport import SMALL, Node, config, eventually, node
-from tests.transport.peer_process import digest_of
+from tests.transport.helpers_process import PeerProcess, sized_peer_process
+from tests.transport.helpers_transport import NO_RESERVE, Node, config, eventually, node
+from tests.transport.peer_process import BUFFER_NBYTES, GEOMETRIES, SLOTS, digest_of
 
 SEED = int(os.environ.get("KV_SOAK_SEED", "20"))
-TRANSFERS = int(os.environ.get("KV_SOAK_TRANSFERS", "50"))
-SHARES: dict[TransportName, int] = {"shm": 2, "tcp": 2, "ucx": 1}
+TRANSFERS = int(os.environ.get("KV_SOAK_TRANSFERS", "56"))
+SHARES: dict[tuple[TransportName, str], int] = {
+    ("shm", "small"): 2,
+    ("shm", "large"): 2,
+    ("tcp", "small"): 1,
+    ("tcp", "large"): 1,
+    ("ucx", "small"): 1,
+}
+"""Of all transfers, by transport and size of blocks: small ones are moved where they are asked for."""
 SETTINGS: dict[str, int] = {
     "heartbeat_ms": 100,
     "silence_timeout_ms": 800,
@@ -33,6 +40,7 @@ SETTINGS: dict[str, int] = {
     "connect_timeout_ms": 1_500,
     "unit_timeout_ms": 2_000,
 }
+OPEN = RegionId(2)
 DEADLINE_MS = 6_000
 SLACK_S = 20.0
 """For a busy machine; a hang is longer."""
@@ -46,6 +54,7 @@ class Plan:
 
     kind: str
     blocks: int
+    nbytes: int
     pause_ms: int
     trouble: str
     after_s: float
@@ -53,17 +62,22 @@ class Plan:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Plan":
-        kind = rng.choice(["peer pushes", "we push", "we fetch", "peer fetches"])
+        kind = rng.choice(list(KINDS))
+        soon = rng.uniform(0, rng.choice([0.05, 0.005]))
+        nbytes = rng.choice([64, 5_000, 70_000, BUFFER_NBYTES - 17])
         trouble = rng.choices(["none", "stop", "kill", "restart"], [10, 4, 3, 2])[0]
-        return cls(kind, rng.randint(1, 8), rng.randint(0, 12), trouble, rng.uniform(0, 0.05), rng.uniform(0, 1.5))
+        return cls(kind, rng.randint(1, 8), nbytes, rng.randint(0, 12), trouble, soon, rng.uniform(0, 1.5))
 
 
 class Cluster:
     """We, and a peer that has one life after another."""
 
-    def __init__(self, me: Node, transport: TransportName, folder: Path, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, me: Node, transport: TransportName, size: str, folder: Path, stack: contextlib.AsyncExitStack
+    ) -> None:
         self.me = me
         self.lives = 0
+        self._size = size
         self._transport = transport
         self._folder = folder
         self._stack = stack
@@ -74,7 +88,7 @@ class Cluster:
         if self._peer is None or self._peer.process.returncode is not None:
             self.lives += 1
             self._peer = await self._stack.enter_async_context(
-                peer_process("peer", self._transport, self._folder, self.lives, **SETTINGS)
+                sized_peer_process("peer", self._transport, self._folder, self.lives, self._size, SETTINGS)
             )
             await self._peer.meet(self.me)
         return self._peer
@@ -97,10 +111,10 @@ async def make_trouble(peer: PeerProcess, plan: Plan) -> None:
             pass
 
 
-def expected(count: int, seed: int) -> str:
+def expected(me: Node, count: int, seed: int) -> str:
     """The digest of what `Node.filled` writes."""
-    rng = np.random.default_rng(seed)
-    return digest_of([rng.bytes(SMALL.slot_layer_nbytes) for _ in range(count * SMALL.num_layers)])
+    rng, geometry = np.random.default_rng(seed), me.arena.geometry
+    return digest_of([rng.bytes(geometry.slot_layer_nbytes) for _ in range(count * geometry.num_layers)])
 
 
 async def hear_outcome(peer: PeerProcess) -> dict[str, object]:
@@ -112,7 +126,7 @@ async def hear_outcome(peer: PeerProcess) -> dict[str, object]:
 
 
 async def peer_pushes(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
-    tokens = plan.blocks * SMALL.block_size
+    tokens = plan.blocks * me.arena.geometry.block_size
     request = RequestId(f"request-{seed}")
     grant = me.engine.grant_writes(request, me.blocks(plan.blocks), seq_start=0, seq_end=tokens)
     inbound = me.engine.expect(request, grant, timeout_ms=DEADLINE_MS)
@@ -124,7 +138,7 @@ async def peer_pushes(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str
         outcome = type(error).__name__
     else:
         assert me.sealed_and_right(grant.blocks())
-        assert digest_of(me.content(grant.blocks())) == expected(plan.blocks, seed)
+        assert digest_of(me.content(grant.blocks())) == expected(me, plan.blocks, seed)
         outcome = "right"
     await inbound.released()
     await hear_outcome(peer)
@@ -132,7 +146,7 @@ async def peer_pushes(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str
 
 
 async def we_push(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
-    tokens, request = plan.blocks * SMALL.block_size, RequestId(f"request-{seed}")
+    tokens, request = plan.blocks * me.arena.geometry.block_size, RequestId(f"request-{seed}")
     peer.tell("expect", blocks=plan.blocks, tokens=tokens, request=request, timeout_ms=DEADLINE_MS)
     try:
         heard = await peer.hear("granted")
@@ -143,7 +157,7 @@ async def we_push(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
     outcome = "right"
     try:
         handover = me.engine.open_handover(request, grant)
-        for layer in range(SMALL.num_layers):
+        for layer in range(me.arena.geometry.num_layers):
             handover.submit(layer, source)
             await asyncio.sleep(plan.pause_ms / 1000)
         await handover.finish(DEADLINE_MS)
@@ -151,7 +165,7 @@ async def we_push(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
         outcome = type(error).__name__
     heard = await hear_outcome(peer)
     if heard["event"] == "received":
-        assert heard["right"] and heard["digest"] == expected(plan.blocks, seed)
+        assert heard["right"] and heard["digest"] == expected(me, plan.blocks, seed)
     elif outcome == "right":
         # Our side has every acknowledgement, so the peer had every byte, and has died since.
         assert heard["error"] == "died"
@@ -172,33 +186,68 @@ async def we_fetch(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
     except KVError as error:
         future.cancel()
         return type(error).__name__
-    assert me.sealed_and_right(into) and digest_of(me.content(into)) == expected(plan.blocks, seed)
+    assert me.sealed_and_right(into) and digest_of(me.content(into)) == expected(me, plan.blocks, seed)
     return "right"
 
 
 async def peer_fetches(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
     refs = me.filled(plan.blocks, seed)
-    tokens = plan.blocks * SMALL.block_size
+    tokens = plan.blocks * me.arena.geometry.block_size
     grant = me.engine.lease_reads(RequestId("leased"), refs, seq_start=0, seq_end=tokens, lease_ms=60_000)
     peer.tell("pull", grant=base64.b64encode(grant.to_bytes()).decode(), timeout_ms=DEADLINE_MS)
     heard = await hear_outcome(peer)
     me.engine.release_lease(grant.ticket)
     if heard["event"] != "pulled":
         return str(heard["error"])
-    assert heard["right"] and heard["digest"] == expected(plan.blocks, seed)
+    assert heard["right"] and heard["digest"] == expected(me, plan.blocks, seed)
     return "right"
 
 
-KINDS = {"peer pushes": peer_pushes, "we push": we_push, "we fetch": we_fetch, "peer fetches": peer_fetches}
+async def we_put_and_get(me: Node, peer: PeerProcess, plan: Plan, seed: int) -> str:
+    """Bytes into the peer's open buffer, with a word of it, and back."""
+    with SharedBuffer.create(2 * plan.nbytes, "mine", budget=NO_RESERVE) as mine:
+        region = me.agent.register_memory(mine, Access.NONE).region
+        mine.data[: plan.nbytes] = np.random.default_rng(seed).integers(0, 256, plan.nbytes, np.uint8)
+        theirs = [XferDesc(OPEN, 0, plan.nbytes)]
+        put = me.agent.initialize_xfer(
+            XferOp.WRITE, [XferDesc(region, 0, plan.nbytes)], theirs, NodeId(peer.name), notif=b"put"
+        )
+        get = me.agent.initialize_xfer(XferOp.READ, [XferDesc(region, plan.nbytes, plan.nbytes)], theirs, put.node)
+        outcome = "right"
+        async with put, get:
+            try:
+                for xfer in (put, get):
+                    me.agent.transfer(xfer)
+                    await xfer.done(DEADLINE_MS)
+            except KVError as error:
+                outcome = type(error).__name__
+        me.agent.deregister_memory(region)
+        sent, back = bytes(mine.data_view[: plan.nbytes]), bytes(mine.data_view[plan.nbytes :])
+    if outcome == "right":
+        assert back == sent
+        peer.tell("digest", nbytes=plan.nbytes)
+        heard = await hear_outcome(peer)
+        assert heard["event"] == "failed" or heard["digest"] == digest_of([sent])
+    return outcome
 
 
-async def run(transport: TransportName, folder: Path, count: int, seed: int) -> dict[str, int]:
+KINDS = {
+    "peer pushes": peer_pushes,
+    "we push": we_push,
+    "we fetch": we_fetch,
+    "peer fetches": peer_fetches,
+    "we put and get": we_put_and_get,
+}
+
+
+async def run(transport: TransportName, size: str, folder: Path, count: int, seed: int) -> dict[str, int]:
     """`count` transfers; how many ended how."""
-    rng = random.Random(f"{seed}/{transport}")
+    rng = random.Random(f"{seed}/{transport}/{size}")
     outcomes: dict[str, int] = {}
     async with contextlib.AsyncExitStack() as stack:
-        me = await stack.enter_async_context(node("me", config(transport, folder / "sockets", **SETTINGS)))
-        cluster = Cluster(me, transport, folder, stack)
+        settings = config(transport, folder / "sockets", **SETTINGS)
+        me = await stack.enter_async_context(node("me", settings, geometry=GEOMETRIES[size], slots=SLOTS[size]))
+        cluster = Cluster(me, transport, size, folder, stack)
         for number in range(count):
             plan = Plan.draw(rng)
             peer = await cluster.peer()
@@ -210,7 +259,9 @@ async def run(transport: TransportName, folder: Path, count: int, seed: int) -> 
                     await eventually(lambda: not me.agent.inventory().work, SLACK_S)
             except (AssertionError, TimeoutError) as failure:
                 left = [str(item) for item in me.agent.inventory().work]
-                raise AssertionError(f"seed {seed}, {transport}, transfer {number}, {plan}, left {left}") from failure
+                raise AssertionError(
+                    f"seed {seed}, {transport}, {size}, transfer {number}, {plan}, left {left}"
+                ) from failure
             finally:
                 trouble.cancel()
                 await asyncio.gather(trouble, return_exceptions=True)
@@ -221,14 +272,14 @@ async def run(transport: TransportName, folder: Path, count: int, seed: int) -> 
     return outcomes
 
 
-@pytest.mark.parametrize("name", list(SHARES))
+@pytest.mark.parametrize(("name", "size"), list(SHARES))
 async def test_every_transfer_ends_in_right_bytes_or_a_typed_error(
-    name: TransportName, tmp_path: Path, request: pytest.FixtureRequest
+    name: TransportName, size: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if "asyncio" in request.node.name:
         pytest.skip("runs on uvloop")  # the processes, not the loop, make it what it is
-    count = TRANSFERS * SHARES[name] // sum(SHARES.values())
-    outcomes = await run(name, tmp_path, count, SEED)
-    print(f"{name}: {count} transfers, {outcomes}")
+    count = TRANSFERS * SHARES[name, size] // sum(SHARES.values())
+    outcomes = await run(name, size, tmp_path, count, SEED)
+    print(f"{name}, {size} blocks: {count} transfers, {outcomes}")
     assert sum(outcomes.values()) == count
     assert outcomes["right"] >= count // 3
