@@ -65,6 +65,16 @@ def test_victims_are_those_of_a_plain_sort(steps: list[tuple[str, int, int, int]
         assert policy.num_retained == len(kept)
 
 
+def test_of_slots_kept_alike_the_least_recently_used_goes_first() -> None:
+    policy = RetentionPolicy(make_eviction_policy("lru", 4), 4)
+    policy.insert_all([0, 1, 2, 3], ["a", "b", "c", "d"])
+    for slot in (0, 1, 2):
+        policy.retain(slot, 5, 10)
+        policy.offer(slot)
+    policy.touch_all([1, 3, 0])
+    assert [policy.victim() for _ in range(4)] == [2, 1, 0, None]
+
+
 def store(pool: BlockPool, tokens: list[int]) -> PoolMatch:
     names = hashes(NAMESPACES[0], tokens)
     opened = pool.open("r", None, len(names))

@@ -16,13 +16,15 @@ A3: the miniatures hear of accesses when a slot is offered, a victim is asked fo
     blocks are entered while its answer is waited for and offered when it is over, and only victims depend on who leads.
 """
 
-import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
+from math import inf
 from typing import Final
 
-from kv_core.checksum import xxh3_64
+import xxhash
+
 from kv_prefix.eviction_queue import Ghosts, OfferedQueue, ghost_limit
 
 MAX_FREQUENCY: Final = 8
@@ -44,7 +46,7 @@ for the blocks of one prompt hit or miss together. LRU needs little evidence to 
 quarter more hits: what was popular in one phase of the traffic fills the pool in the next."""
 
 UNHEARD_MAX: Final = 512
-"""Accesses that wait for the miniatures: some three milliseconds of their work at most, when a prompt is that long."""
+"""When so many accesses wait, the miniatures hear of them: about a millisecond of their work."""
 
 _BATCH: Final = 64
 _NUM_LEVELS: Final = MAX_FREQUENCY.bit_length()
@@ -62,36 +64,47 @@ class AdaptivePolicy:
         self._names: list[Hashable] = [None] * capacity
         self._ghosts = Ghosts(ghost_limit(capacity))
         self._duel = Duel(capacity)
-        self._unheard: list[tuple[bytes, int]] = []
+        self._unheard: list[Hashable] = []
         self._now = 0
 
     @property
     def boost(self) -> float:
         """The boost at work, in capacities."""
-        self._hear()
+        if self._unheard:
+            self._hear()
         return BOOSTS[self._duel.leader]
 
     def insert(self, slot: int, name: Hashable) -> None:
-        self._names[slot] = name
-        self._uses[slot] = self._ghosts.take(name)
-        self._level[slot] = _level(max(self._uses[slot], 1))
-        self.touch(slot)
+        self.insert_all((slot,), (name,))
+
+    def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
+        uses, level = self._uses, self._level
+        for slot, name, before in zip(slots, names, self._ghosts.take_all(names), strict=True):
+            self._names[slot] = name
+            uses[slot] = before
+            level[slot] = _LEVELS[before]
+        self.touch_all(slots)
 
     def touch(self, slot: int) -> None:
-        self._now += 1
-        self._uses[slot] = uses = min(self._uses[slot] + 1, MAX_FREQUENCY)
-        level = _level(uses)
-        self._queues[level].rank[slot] = self._now
-        if level != self._level[slot]:
-            self._queues[self._level[slot]].forget(slot)
-            self._level[slot] = level
-            if self._offered[slot]:
-                self._queues[level].offer(slot)
-        name = self._names[slot]
-        if isinstance(name, bytes):
-            self._unheard.append((name, self._now))
-            if len(self._unheard) >= UNHEARD_MAX:
-                self._hear()
+        self.touch_all((slot,))
+
+    def touch_all(self, slots: Sequence[int]) -> None:
+        uses_of, level_of, queues, now = self._uses, self._level, self._queues, self._now
+        for slot in slots:
+            now += 1
+            uses_of[slot] = uses = min(uses_of[slot] + 1, MAX_FREQUENCY)
+            level = _LEVELS[uses]
+            queues[level].rank[slot] = now
+            if level != level_of[slot]:
+                queues[level_of[slot]].forget(slot)
+                level_of[slot] = level
+                if self._offered[slot]:
+                    queues[level].offer(slot)
+        self._now = now
+        names = self._names
+        self._unheard += [names[slot] for slot in slots]
+        if len(self._unheard) >= UNHEARD_MAX:
+            self._hear()
 
     def offer(self, slot: int) -> None:
         if self._unheard:
@@ -106,17 +119,17 @@ class AdaptivePolicy:
     def victim(self) -> int | None:
         if self._unheard:
             self._hear()
-        boost = self.boost * self._capacity
+        boost = BOOSTS[self._duel.leader] * self._capacity
         chosen: OfferedQueue | None = None
         lowest = 0.0
         for level, queue in enumerate(self._queues):
-            slot = queue.lowest()
-            if slot is not None and (chosen is None or queue.rank[slot] + boost * level < lowest):
-                chosen, lowest = queue, queue.rank[slot] + boost * level
+            if queue.heap and (slot := queue.lowest()) is not None:
+                rank = queue.rank[slot] + boost * level
+                if chosen is None or rank < lowest:
+                    chosen, lowest = queue, rank
         if chosen is None:
             return None
-        slot = chosen.pop()
-        assert slot is not None
+        slot = chosen.take_lowest()
         self._offered[slot] = False
         return slot
 
@@ -130,9 +143,7 @@ class AdaptivePolicy:
     def _hear(self) -> None:
         """Tell the miniatures of the accesses that wait (A3)."""
         unheard, self._unheard = self._unheard, []
-        observe = self._duel.observe
-        for name, now in unheard:
-            observe(name, now)
+        self._duel.observe(unheard, self._now - len(unheard) + 1)
 
 
 class Duel:
@@ -145,8 +156,7 @@ class Duel:
     def __init__(self, capacity: int) -> None:
         self._one_in = max(1, capacity // MINIATURE)
         size = max(1, capacity // self._one_in)
-        self._miniatures = [_Miniature(size) for _ in BOOSTS]
-        self._steps = [boost * capacity for boost in BOOSTS]
+        self._miniatures = [_Miniature(size, boost * capacity) for boost in BOOSTS]
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         self._max_names = ghost_limit(capacity) // self._one_in + size
         self._halve_every = WINDOW * size
@@ -158,24 +168,47 @@ class Duel:
         # To begin with, recorded traffic says that a pool that holds thousands of blocks gains by the middle candidate.
         self.leader = 1 if capacity > MINIATURE else 0
 
-    def observe(self, name: bytes, now: int) -> None:
-        """An access to `name`, the `now`th of all."""
-        if self._one_in > 1 and xxh3_64(name) % self._one_in:
-            return
-        uses = min(self._uses.pop(name, 0) + 1, MAX_FREQUENCY)
-        self._uses[name] = uses
-        if len(self._uses) > self._max_names:
-            self._uses.popitem(last=False)
-        level = _level(uses)
-        for i, (miniature, step) in enumerate(zip(self._miniatures, self._steps, strict=True)):
-            self._batch[i] += miniature.access(name, now + step * level)
-        self._num_seen += 1
-        if self._num_seen % _BATCH == 0:
-            self._take_batch()
-            self._decide()
-        if self._num_seen % self._halve_every == 0:
-            self._hits = [number / 2 for number in self._hits]
-            self._squares = [[number / 2 for number in row] for row in self._squares]
+    def observe(self, names: Sequence[Hashable], now: int) -> None:
+        """Accesses to these names in turn, the first of them the `now`th of all."""
+        sample, numbers = self._sample(names, now)
+        done = 0
+        while done < len(sample):
+            # Up to where hits are compared, or halved.
+            room = min(period - self._num_seen % period for period in (_BATCH, self._halve_every))
+            part, at = sample[done : done + room], numbers[done : done + room]
+            done += room
+            levels = self._count_uses(part)
+            for i, miniature in enumerate(self._miniatures):
+                self._batch[i] += miniature.access(part, at, levels)
+            self._num_seen += len(part)
+            if self._num_seen % _BATCH == 0:
+                self._take_batch()
+                self._decide()
+            if self._num_seen % self._halve_every == 0:
+                self._hits = [number / 2 for number in self._hits]
+                self._squares = [[number / 2 for number in row] for row in self._squares]
+
+    def _sample(self, names: Sequence[Hashable], now: int) -> tuple[list[bytes], list[int]]:
+        """The names of the sample, and the number of each one's access."""
+        one_in, digest = self._one_in, xxhash.xxh3_64_intdigest
+        sample: list[bytes] = []
+        numbers: list[int] = []
+        for number, name in enumerate(names, now):
+            if isinstance(name, bytes) and (one_in == 1 or not digest(name) % one_in):
+                sample.append(name)
+                numbers.append(number)
+        return sample, numbers
+
+    def _count_uses(self, names: Iterable[bytes]) -> list[int]:
+        """The level of use of each name, this access included."""
+        known, levels = self._uses, []
+        for name in names:
+            uses = min(known.pop(name, 0) + 1, MAX_FREQUENCY)
+            known[name] = uses
+            if len(known) > self._max_names:
+                known.popitem(last=False)
+            levels.append(_LEVELS[uses])
+        return levels
 
     def _take_batch(self) -> None:
         for i, hits in enumerate(self._batch):
@@ -194,34 +227,72 @@ class Duel:
 
 
 class _Miniature:
-    """Names in a cache of fixed size, the lowest rank going first; a rank only rises while its name stays."""
+    """Names in a cache of fixed size, the lowest rank going first; a rank only rises while its name stays.
 
-    def __init__(self, size: int) -> None:
+    A rank is the last use plus a step for each level of use. Names wait in a queue for each level, in order of last
+    use, so the lowest rank of all is that of a queue's head; of equal ranks the lesser name goes first.
+    """
+
+    def __init__(self, size: int, step: float) -> None:
         self._size = size
-        self._ranks: dict[bytes, float] = {}
-        self._heap: list[tuple[float, bytes]] = []
+        self._step = step
+        # Without a step the level makes no difference.
+        self._queues: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(_NUM_LEVELS if step else 1)]
+        self._queue_of: dict[bytes, int] = {}
 
-    def access(self, name: bytes, rank: float) -> bool:
-        """Whether it was there; it is from now on."""
-        ranks, heap = self._ranks, self._heap
-        if name in ranks:
-            ranks[name] = max(rank, ranks[name])
-            return True
-        ranks[name] = rank
-        heapq.heappush(heap, (rank, name))
-        while len(ranks) > self._size:
-            queued, lowest = heap[0]
-            if ranks[lowest] > queued:
-                heapq.heapreplace(heap, (ranks[lowest], lowest))
-            else:
-                heapq.heappop(heap)
-                del ranks[lowest]
-        return False
+    def access(self, names: Sequence[bytes], numbers: Sequence[int], levels: Sequence[int]) -> int:
+        """How many of these names were there when they were used, one after the other; each is from then on.
+
+        Args:
+            numbers: of the accesses, rising.
+            levels: of use.
+        """
+        if not self._step:
+            return self._access_lru(names)
+        queues, queue_of, step = self._queues, self._queue_of, self._step
+        hits = 0
+        for name, now, level in zip(names, numbers, levels, strict=True):
+            before = queue_of.get(name)
+            if before is None:
+                queues[level][name] = now
+                queue_of[name] = level
+                if len(queue_of) > self._size:
+                    self._drop_lowest()
+                continue
+            hits += 1
+            if level >= before or now + step * level > queues[before][name] + step * before:
+                del queues[before][name]
+                queues[level][name] = now
+                queue_of[name] = level
+        return hits
+
+    def _access_lru(self, names: Iterable[bytes]) -> int:
+        """Without a step the level makes no difference, and one queue is the whole cache."""
+        queue, size = self._queues[0], self._size
+        hits = 0
+        for name in names:
+            if name in queue:
+                hits += 1
+                queue.move_to_end(name)
+                continue
+            queue[name] = 0
+            if len(queue) > size:
+                queue.popitem(last=False)
+        return hits
+
+    def _drop_lowest(self) -> None:
+        first = self._queues[0]
+        if len(first) == len(self._queue_of):
+            del self._queue_of[first.popitem(last=False)[0]]
+            return
+        lowest, rank, dropped_from = b"", inf, first
+        for level, queue in enumerate(self._queues):
+            for name in islice(queue, 1):
+                head = queue[name] + self._step * level
+                if head < rank or (head == rank and name < lowest):
+                    lowest, rank, dropped_from = name, head, queue
+        del dropped_from[lowest], self._queue_of[lowest]
 
 
 _LEVELS: Final = array("B", [max(uses, 1).bit_length() - 1 for uses in range(MAX_FREQUENCY + 1)])
-
-
-def _level(uses: int) -> int:
-    """floor(log2 uses)."""
-    return _LEVELS[uses]
+"""floor(log2 uses)."""

@@ -14,10 +14,11 @@ B6: a block that someone else can read is never written: whoever appends copies 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from kv_core.block import BlockRef
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra, Tokens, token_bytes
-from kv_prefix.committing import Outcome, commit_block, require_fit, runs
+from kv_prefix.committing import Outcome, commit_blocks, require_fit, runs
 from kv_prefix.errors import BlockMismatchError, InvalidRequestError
 from kv_prefix.events import BlocksStored, PoolEvent, RemovalReason
 from kv_prefix.matching import continue_partially, extras_by_block, walk
@@ -139,20 +140,16 @@ class BlockPool(PoolHolds):
         end = first_block_idx + len(block_hashes)
         require_fit(self._slots, hold, namespace, first_block_idx, block_hashes, len(raw))
         extras_of = extras_by_block(extras, first_block_idx, end, self.block_size)
-        nbytes = self._slots.block_nbytes
-        stored: list[int] = []
-        for i, block_hash in enumerate(block_hashes):
-            block_idx = first_block_idx + i
-            piece = raw[i * nbytes : (i + 1) * nbytes]
-            touching = extras_of.get(block_idx, ())
-            outcome = commit_block(self._slots, hold, namespace, block_idx, block_hash, piece, touching)
-            self._outcomes[outcome] += 1
-            if outcome is Outcome.STORED:
-                stored.append(hold.slots[block_idx])
-        self._slots.events.extend(map(self._stored_event, runs(self._slots, stored)))
+        stored = commit_blocks(
+            self._slots, hold, namespace, first_block_idx, block_hashes, raw, extras_of, self._outcomes
+        )
         hold.num_committed = max(hold.num_committed, end)
         hold.tail = None
-        return self._refs(hold.slots[first_block_idx:end])
+        refs = self._refs(hold.slots[first_block_idx:end])
+        for run in stored:
+            told = refs[run.start - first_block_idx : run.stop - first_block_idx]
+            self._slots.events.append(self._stored_event(hold.slots[run.start : run.stop], told))
+        return refs
 
     def commit_tail(self, table: Receipt, namespace: bytes, tokens: Tokens, extras: Sequence[Extra] = ()) -> None:
         """State the tokens in a table's last, part-filled block: once the table is released, others can match them.
@@ -244,7 +241,7 @@ class BlockPool(PoolHolds):
     def snapshot(self) -> Iterator[BlocksStored]:
         """Every findable block, parents first, as if it had just been stored: for a peer that starts from nothing."""
         full = (slot for slot in self._slots.committed_slots() if self._slots.hash[slot] is not None)
-        return map(self._stored_event, runs(self._slots, full))
+        return (self._stored_event(run, self._refs(run)) for run in runs(self._slots, full))
 
     def stats(self) -> PoolStats:
         """Counts of slots by state and of what happened."""
@@ -300,15 +297,17 @@ class BlockPool(PoolHolds):
         self._num_copies += 1
         return CopyBlock(self._ref(source), self._ref(target), num_tokens, copying.receipt)
 
-    def _stored_event(self, run: list[int]) -> BlocksStored:
+    def _stored_event(self, run: list[int], refs: tuple[BlockRef, ...]) -> BlocksStored:
         slots = self._slots
         parent = slots.parent[run[0]]
+        hashes = map(slots.hash.__getitem__, run)
+        touching = (slots.extras[slot] for slot in run if slot in slots.extras) if slots.extras else ()
         return BlocksStored(
             namespace=slots.namespace[run[0]],
             first_block_idx=slots.depth[run[0]],
             parent=None if parent == ROOT else slots.hash[parent],
-            block_hashes=tuple(block_hash for slot in run if (block_hash := slots.hash[slot]) is not None),
+            block_hashes=tuple([block_hash for block_hash in hashes if block_hash is not None]),
             tokens=b"".join([slots.tokens[slot] for slot in run]),
-            extras=tuple(dict.fromkeys(extra for slot in run for extra in slots.extras.get(slot, ()))),
-            refs=self._refs(run),
+            extras=tuple(dict.fromkeys(chain.from_iterable(touching))),
+            refs=refs,
         )

@@ -7,9 +7,10 @@ holds it already. Content that cannot be named safely stays the request's own, w
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
+from kv_core.hash_chain import split_blocks
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra
 from kv_prefix.errors import BlockMismatchError
-from kv_prefix.matching import is_same
+from kv_prefix.matching import ExtrasOf, is_same
 from kv_prefix.pins import Hold, Tail
 from kv_prefix.slots import ROOT, SlotTable
 
@@ -49,6 +50,41 @@ def require_fit(
         raise BlockMismatchError(detail="the block before is of another namespace")
 
 
+def commit_blocks(
+    slots: SlotTable,
+    hold: Hold,
+    namespace: bytes,
+    first: int,
+    block_hashes: Sequence[BlockHash],
+    raw: bytes,
+    extras_of: ExtrasOf,
+    outcomes: dict[Outcome, int],
+) -> list[range]:
+    """`commit_block` for each block from position `first` on; what follows a stored one goes in together with it.
+
+    Args:
+        raw: their tokens.
+        outcomes: how often each came about, which is counted on.
+
+    Returns the positions of the blocks that were stored, as runs in which each follows the one before.
+    """
+    hashes, pieces = list(block_hashes), split_blocks(raw, slots.block_nbytes)
+    stored: list[range] = []
+    i = 0
+    while i < len(hashes):
+        block_idx = first + i
+        touching = extras_of.get(block_idx, ())
+        outcome = commit_block(slots, hold, namespace, block_idx, hashes[i], pieces[i], touching)
+        count = 1
+        if outcome is Outcome.STORED:
+            if i + 1 < len(hashes):
+                count += slots.commit_behind(hold.slots, block_idx + 1, hashes[i + 1 :], pieces[i + 1 :], extras_of)
+            stored.append(range(block_idx, block_idx + count))
+        outcomes[outcome] += count
+        i += count
+    return stored
+
+
 def commit_block(
     slots: SlotTable,
     hold: Hold,
@@ -72,7 +108,7 @@ def commit_block(
     if not is_same(slots, held, parent, namespace, block_hash, tokens, extras):
         return Outcome.COLLIDED
     slots.acquire(held)
-    slots.touch(held)
+    slots.touch((held,))
     hold.slots[block_idx] = held
     slots.release(slot)
     return Outcome.DEDUPLICATED

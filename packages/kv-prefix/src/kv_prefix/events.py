@@ -7,6 +7,8 @@ so whoever follows them never sees a block without its parent for longer than on
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+import msgspec
+
 from kv_core.block import BlockRef
 from kv_core.hashing import BlockHash, Extra
 
@@ -52,8 +54,7 @@ class BlocksStored:
     refs: tuple[BlockRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
     """One full block stopped being readable under its hash.
 
     Attributes:

@@ -10,7 +10,7 @@ E3: the same calls give the same victims in every process.
 """
 
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol
 
 from kv_prefix.adaptive_eviction import AdaptivePolicy
@@ -25,9 +25,19 @@ class EvictionPolicy(Protocol):
         """Content `name` was stored in `slot`; it is not offered yet."""
         ...
 
+    def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
+        """`insert` of each in turn, at the cost of one call."""
+        for slot, name in zip(slots, names, strict=True):
+            self.insert(slot, name)
+
     def touch(self, slot: int) -> None:
         """The content of `slot` was used again."""
         ...
+
+    def touch_all(self, slots: Sequence[int]) -> None:
+        """`touch` of each in turn, at the cost of one call."""
+        for slot in slots:
+            self.touch(slot)
 
     def offer(self, slot: int) -> None:
         """`slot` may be evicted from now on."""
@@ -46,7 +56,7 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class LruPolicy:
+class LruPolicy(EvictionPolicy):
     """Least recently used first."""
 
     def __init__(self, capacity: int) -> None:
@@ -100,7 +110,7 @@ class LfuPolicy(LruPolicy):
         self._queue.rank[slot] = (self._uses[slot] << 64) | self._tick
 
 
-class S3FifoPolicy:
+class S3FifoPolicy(EvictionPolicy):
     """Three queues (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
 
     New content waits in a small queue and is promoted if used there; the main queue gives second chances; names evicted

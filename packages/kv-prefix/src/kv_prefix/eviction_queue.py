@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Final
 
 GHOSTS_PER_SLOT: Final = 2
@@ -13,18 +13,19 @@ MIN_GHOSTS: Final = 16_384
 class OfferedQueue:
     """Slots by rank, lowest first, of which only the offered ones come out.
 
-    `rank[slot]` may be raised at any time while the content stays, and set to anything after `forget`.
+    `rank[slot]` may be raised at any time while the content stays, and set to anything after `forget`. While `heap` is
+    empty nothing is offered.
 
     Q1: an offered slot has an entry in the heap with a rank not above its present one; an entry below it is corrected
         when it surfaces. So the top, once corrected, is the lowest-ranked offered slot. Other entries of a slot are
         leftovers; they surface after it, find it not offered, and are thrown away.
     """
 
-    __slots__ = ("_heap", "_offered", "_queued", "rank")
+    __slots__ = ("_offered", "_queued", "heap", "rank")
 
     def __init__(self, capacity: int) -> None:
         self.rank: list[float] = [0] * capacity
-        self._heap: list[tuple[float, int]] = []
+        self.heap: list[tuple[float, int]] = []
         self._offered = bytearray(capacity)
         self._queued = bytearray(capacity)
 
@@ -32,7 +33,7 @@ class OfferedQueue:
         self._offered[slot] = True
         if not self._queued[slot]:
             self._queued[slot] = True
-            heapq.heappush(self._heap, (self.rank[slot], slot))
+            heapq.heappush(self.heap, (self.rank[slot], slot))
 
     def withdraw(self, slot: int) -> None:
         self._offered[slot] = False
@@ -43,7 +44,7 @@ class OfferedQueue:
 
     def lowest(self) -> int | None:
         """The lowest-ranked offered slot, which stays; None when nothing is offered."""
-        heap = self._heap
+        heap = self.heap
         while heap:
             rank, slot = heap[0]
             if not self._offered[slot]:
@@ -55,13 +56,15 @@ class OfferedQueue:
                 return slot
         return None
 
+    def take_lowest(self) -> int:
+        """Take out the slot that `lowest` just answered with."""
+        slot = heapq.heappop(self.heap)[1]
+        self._queued[slot] = self._offered[slot] = False
+        return slot
+
     def pop(self) -> int | None:
         """The lowest-ranked offered slot, withdrawn; None when nothing is offered."""
-        slot = self.lowest()
-        if slot is not None:
-            heapq.heappop(self._heap)
-            self._queued[slot] = self._offered[slot] = False
-        return slot
+        return None if self.lowest() is None else self.take_lowest()
 
 
 class Ghosts:
@@ -80,6 +83,11 @@ class Ghosts:
     def take(self, name: Hashable) -> int:
         """The number of `name`, which is forgotten by this; 0 when it is not remembered."""
         return self._numbers.pop(name, 0)
+
+    def take_all(self, names: Iterable[Hashable]) -> list[int]:
+        """`take` of each in turn."""
+        take = self._numbers.pop
+        return [take(name, 0) for name in names]
 
 
 def ghost_limit(capacity: int) -> int:

@@ -7,7 +7,9 @@ H1: what a receipt names stays where it is until the receipt is given back or it
 H2: a hold is taken whole or not at all; a reference that was handed out again since is refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import cast
 
 from kv_core.block import BlockRef
 from kv_core.hashing import BlockHash
@@ -245,8 +247,10 @@ class PoolHolds:
     def _ref(self, slot: int) -> BlockRef:
         return BlockRef(self._region, slot, Generation(self._slots.generation[slot]))
 
-    def _refs(self, slots: Iterable[int]) -> tuple[BlockRef, ...]:
-        return tuple(map(self._ref, slots))
+    def _refs(self, slots: Sequence[int]) -> tuple[BlockRef, ...]:
+        # The array holds generations and knows them as integers only.
+        generations = cast("Iterator[Generation]", map(self._slots.generation.__getitem__, slots))
+        return tuple(map(BlockRef, repeat(self._region), slots, generations))
 
     def _resolve_match(self, match: PoolMatch) -> list[int]:
         return self._resolve(match.refs, findable=True)
@@ -267,11 +271,10 @@ class PoolHolds:
             slots.append(slot)
         return slots
 
-    def _acquire(self, slots: Iterable[int]) -> None:
+    def _acquire(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._slots.acquire(slot)
-            if self._slots.committed[slot]:
-                self._slots.touch(slot)
+        self._slots.touch([slot for slot in slots if self._slots.committed[slot]])
 
     def _let_go(self, hold: Hold) -> None:
         if hold.receipt.kind is HoldKind.PIN:

@@ -180,12 +180,18 @@ class TenantQuotas:
         return None
 
     def insert(self, slot: int, name: Hashable) -> None:
-        self._inner.insert(slot, name)
-        self._use(slot)
+        self.insert_all((slot,), (name,))
+
+    def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
+        self._inner.insert_all(slots, names)
+        self._use(slots)
 
     def touch(self, slot: int) -> None:
-        self._inner.touch(slot)
-        self._use(slot)
+        self.touch_all((slot,))
+
+    def touch_all(self, slots: Sequence[int]) -> None:
+        self._inner.touch_all(slots)
+        self._use(slots)
 
     def offer(self, slot: int) -> None:
         self._inner.offer(slot)
@@ -226,9 +232,10 @@ class TenantQuotas:
         for number, allowed in enumerate(self._limits):
             assert allowed.max_blocks is None or self.used[number] <= allowed.max_blocks
 
-    def _use(self, slot: int) -> None:
-        self._tick += 1
-        self._last_use[slot] = self._tick
+    def _use(self, slots: Sequence[int]) -> None:
+        for tick, slot in enumerate(slots, self._tick + 1):
+            self._last_use[slot] = tick
+        self._tick += len(slots)
 
     def _rank(self, slot: int) -> int:
         return (self._inner.priority(slot) + 1) * _PRIORITY_STEP + self._last_use[slot]

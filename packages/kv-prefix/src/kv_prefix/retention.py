@@ -10,7 +10,7 @@ R3: retention ends with its time or with the content, whichever is first; until 
 
 import heapq
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kv_prefix.errors import InvalidRequestError
@@ -86,10 +86,18 @@ class RetentionPolicy:
     def insert(self, slot: int, name: Hashable) -> None:
         self._inner.insert(slot, name)
 
+    def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
+        self._inner.insert_all(slots, names)
+
     def touch(self, slot: int) -> None:
-        self._inner.touch(slot)
-        if self._until[slot]:
-            self._rank(slot)
+        self.touch_all((slot,))
+
+    def touch_all(self, slots: Sequence[int]) -> None:
+        self._inner.touch_all(slots)
+        if self.num_retained:
+            for slot in slots:
+                if self._until[slot]:
+                    self._rank(slot)
 
     def offer(self, slot: int) -> None:
         self._offered[slot] = True

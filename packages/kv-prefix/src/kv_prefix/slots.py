@@ -14,7 +14,8 @@ S4: offered to the policy are exactly the cached slots without children.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kv_core.hashing import TOKEN_BYTES, BlockHash, Extra
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 ROOT: Final = -1
 """Parent of block 0."""
+
+_NONE: Final = -1
+_SEVERAL: Final = -2
+"""In place of a block's only child."""
 
 _NUM_SHARDS: Final = 256
 """One dict of a million entries stops the loop for 0.1 s when it grows; a 256th of that does not."""
@@ -61,6 +66,8 @@ class SlotTable:
         # Descending, so that slots are handed out ascending and neighbours make long transfers.
         self._free = array("q", range(total - 1, -1, -1))
         self._busy_children = array("I", bytes(4 * total))
+        # Nearly every block has one child at most, and a column holds that; lists are for those with more.
+        self._only_child = array("q", [_NONE]) * total
         self._children: dict[int, list[int]] = {}
         self._roots: dict[bytes, list[int]] = {}
         self._by_hash: tuple[dict[bytes, int], ...] = tuple({} for _ in range(_NUM_SHARDS))
@@ -102,15 +109,16 @@ class SlotTable:
                 own = self.quotas.own_victim(account)
                 assert own is not None, "some evictable block of an account is a leaf"
                 self._evict(own, owner)
-        while self.num_free < need:
-            self._evict_one(owner)
-        taken: list[int] = []
-        for _ in range(need):
-            slot = self._free.pop()
+        self._evict_first(need - self.num_free, owner)
+        rest = self.num_free - need
+        taken = self._free[rest:].tolist()
+        del self._free[rest:]
+        taken.reverse()
+        for slot in taken:
             self.generation[slot] += 1
             self.refs[slot] = 1
-            taken.append(slot)
-            if self.quotas is not None:
+        if self.quotas is not None:
+            for slot in taken:
                 self.quotas.charge(slot, account)
         self.num_free -= need
         self.num_pinned += need
@@ -119,8 +127,7 @@ class SlotTable:
     def evict(self, most: int) -> int:
         """Evict up to so many blocks, in the policy's order, before their slots are needed; returns how many."""
         count = min(most, self.num_cached)
-        for _ in range(count):
-            self._evict_one()
+        self._evict_first(count)
         return max(count, 0)
 
     def acquire(self, slot: int) -> None:
@@ -140,9 +147,9 @@ class SlotTable:
         elif not self._busy_children[slot]:
             self._became_idle(slot)
 
-    def touch(self, slot: int) -> None:
-        """Committed content was used."""
-        self._policy.touch(slot)
+    def touch(self, slots: Sequence[int]) -> None:
+        """Committed content was used, in this order."""
+        self._policy.touch_all(slots)
 
     def commit(
         self,
@@ -172,10 +179,55 @@ class SlotTable:
         name = block_hash.sequence if block_hash is not None else (parent, tokens)
         self._policy.insert(slot, name)
 
+    def commit_behind(
+        self,
+        table: Sequence[int],
+        first: int,
+        block_hashes: Sequence[BlockHash],
+        tokens: Sequence[bytes],
+        extras_of: Mapping[int, tuple[Extra, ...]],
+    ) -> int:
+        """`commit` for the blocks of a table from position `first` on; the one before was committed just now.
+
+        Stops at the first one that is committed or whose hash is taken; returns how many came before it.
+
+        Args:
+            block_hashes: of these blocks, as many as are to be committed.
+            tokens: of each of them.
+            extras_of: by position, the extras that touch a block.
+        """
+        parent = table[first - 1]
+        assert self.refs[parent] and not self.has_children(parent)
+        namespace, depth = self.namespace[parent], self.depth[parent]
+        # What is looked up for each block is looked up once: a prompt may have thousands, and the loop waits for them.
+        committed, by_hash, parents, depths = self.committed, self._by_hash, self.parent, self.depth
+        names: list[bytes] = []
+        for slot, block_hash, piece in zip(islice(table, first, None), block_hashes, tokens, strict=False):
+            name = block_hash.sequence
+            shard = by_hash[name[0]]
+            if committed[slot] or name in shard:
+                break
+            shard[name] = slot
+            committed[slot] = True
+            depth += 1
+            parents[slot], depths[slot] = parent, depth
+            self.tokens[slot], self.namespace[slot], self.hash[slot] = piece, namespace, block_hash
+            # The slot of an uncommitted block has no children, so this one is the only child, and the only busy one.
+            self._only_child[parent] = slot
+            self._busy_children[parent] = 1
+            parent = slot
+            names.append(name)
+        run = table[first : first + len(names)]
+        for block_idx, extras in extras_of.items():
+            if first <= block_idx < first + len(run):
+                self.extras[table[block_idx]] = extras
+        self._policy.insert_all(run, names)
+        return len(run)
+
     def withdraw(self, slot: int) -> None:
         """Take a held leaf out of the tree, keeping its bytes: its holder is about to write into it. No event."""
         assert self.refs[slot] and not self.has_children(slot)
-        self._unlink(slot, evicted=False)
+        self._unlink(slot)
 
     def find(self, sequence: bytes) -> int | None:
         """The slot whose block has that sequence hash; whether it is the right block is for the caller to check."""
@@ -185,11 +237,11 @@ class SlotTable:
         """Take a block and all that follow it out of the tree, tail first; returns how many full blocks that were."""
         order = [top]
         for slot in order:
-            order.extend(self._children.get(slot, ()))
+            order.extend(self._siblings(slot))
         removed = 0
         for slot in reversed(order):
             removed += self.hash[slot] is not None
-            self._remove(slot, reason if slot == top else _REASON_BELOW.get(reason, reason), evicted=False)
+            self._remove(slot, reason if slot == top else _REASON_BELOW.get(reason, reason))
         return removed
 
     def roots(self, namespace: bytes | None) -> list[int]:
@@ -204,10 +256,10 @@ class SlotTable:
         while pending:
             slot = pending.pop()
             yield slot
-            pending.extend(self._children.get(slot, ()))
+            pending.extend(self._siblings(slot))
 
     def has_children(self, slot: int) -> bool:
-        return slot in self._children
+        return self._only_child[slot] != _NONE
 
     def is_cached(self, slot: int) -> bool:
         """Committed and neither referenced nor above a referenced block."""
@@ -236,45 +288,48 @@ class SlotTable:
         slots.reverse()
         return slots
 
-    def _evict_one(self, owner: str = "") -> None:
-        slot = self._policy.victim()
-        assert slot is not None, "S2: some cached slot is a leaf"
-        self._evict(slot, owner)
+    def _evict_first(self, count: int, owner: str = "") -> None:
+        """Evict so many blocks in the policy's order; none where `count` is not positive."""
+        for _ in range(count):
+            slot = self._policy.victim()
+            assert slot is not None, "S2: some cached slot is a leaf"
+            self._evict(slot, owner)
 
     def _evict(self, slot: int, owner: str) -> None:
+        """Free a cached leaf. As `_remove`, without what cannot be: a hand-out may evict thousands."""
+        parent, block_hash = self.parent[slot], self.hash[slot]
+        if block_hash is not None:
+            namespace, depth = self.namespace[slot], self.depth[slot]
+            self.events.append(BlockRemoved(namespace, depth, block_hash, RemovalReason.EVICTED, owner))
+        if self.quotas is not None:
+            self.quotas.became_cached(slot, -1)
+        self._clear(slot, parent, block_hash)
+        self._policy.remove(slot, True)
+        if parent != ROOT and self._only_child[parent] == _NONE and not self.refs[parent]:
+            self._policy.offer(parent)
+        if self.quotas is not None:
+            self.quotas.discharge(slot)
+        self._free.append(slot)
         self.num_evicted += 1
-        self._remove(slot, RemovalReason.EVICTED, evicted=True, owner=owner)
+        self.num_cached -= 1
+        self.num_free += 1
 
-    def _remove(self, slot: int, reason: RemovalReason, evicted: bool, owner: str = "") -> None:
+    def _remove(self, slot: int, reason: RemovalReason) -> None:
         """Take a leaf out of the tree; its slot is freed unless someone holds it."""
         block_hash = self.hash[slot]
         if block_hash is not None:
-            self.events.append(BlockRemoved(self.namespace[slot], self.depth[slot], block_hash, reason, owner))
+            self.events.append(BlockRemoved(self.namespace[slot], self.depth[slot], block_hash, reason))
         if not self.refs[slot]:
             self._count_cached(slot, -1)
-            self._unlink(slot, evicted)
+            self._unlink(slot)
             self._free_slot(slot)
         else:
-            self._unlink(slot, evicted)
+            self._unlink(slot)
 
-    def _unlink(self, slot: int, evicted: bool) -> None:
-        parent, block_hash = self.parent[slot], self.hash[slot]
-        siblings = self._siblings(parent, self.namespace[slot])
-        at = bisect_left(siblings, self.tokens[slot], key=self.tokens.__getitem__)
-        del siblings[siblings.index(slot, at)]
-        if not siblings:
-            if parent == ROOT:
-                del self._roots[self.namespace[slot]]
-            else:
-                del self._children[parent]
-        if block_hash is not None:
-            del self._by_hash[block_hash.sequence[0]][block_hash.sequence]
-        self._policy.remove(slot, evicted)
-        self.committed[slot] = False
-        self.parent[slot] = ROOT
-        self.tokens[slot] = self.namespace[slot] = b""
-        self.hash[slot] = None
-        self.extras.pop(slot, None)
+    def _unlink(self, slot: int) -> None:
+        parent = self.parent[slot]
+        self._clear(slot, parent, self.hash[slot])
+        self._policy.remove(slot, False)
         if parent == ROOT:
             return
         if self.refs[slot]:
@@ -282,20 +337,55 @@ class SlotTable:
             if not self._busy_children[parent] and not self.refs[parent]:
                 self._became_idle(parent)
                 return
-        if parent not in self._children and self.is_cached(parent):
+        if self._only_child[parent] == _NONE and self.is_cached(parent):
             self._policy.offer(parent)
+
+    def _clear(self, slot: int, parent: int, block_hash: BlockHash | None) -> None:
+        """Take a leaf's content out of every column and list."""
+        if parent != ROOT and self._only_child[parent] == slot:
+            self._only_child[parent] = _NONE
+        else:
+            self._unlink_sibling(parent, slot)
+        if block_hash is not None:
+            del self._by_hash[block_hash.sequence[0]][block_hash.sequence]
+        self.committed[slot] = False
+        self.parent[slot] = ROOT
+        self.tokens[slot] = self.namespace[slot] = b""
+        self.hash[slot] = None
+        if self.extras:
+            self.extras.pop(slot, None)
 
     def _link(self, slot: int) -> None:
         parent = self.parent[slot]
-        siblings = (
-            self._roots.setdefault(self.namespace[slot], [])
-            if parent == ROOT
-            else self._children.setdefault(parent, [])
-        )
+        if parent == ROOT:
+            siblings = self._roots.setdefault(self.namespace[slot], [])
+        elif (only := self._only_child[parent]) == _NONE:
+            self._only_child[parent] = slot
+            return
+        else:
+            self._only_child[parent] = _SEVERAL
+            siblings = self._children.setdefault(parent, [only])
         siblings.insert(bisect_left(siblings, self.tokens[slot], key=self.tokens.__getitem__), slot)
 
-    def _siblings(self, parent: int, namespace: bytes) -> list[int]:
-        return self._roots.get(namespace, []) if parent == ROOT else self._children.get(parent, [])
+    def _unlink_sibling(self, parent: int, slot: int) -> None:
+        siblings = self._siblings(parent, self.namespace[slot])
+        at = bisect_left(siblings, self.tokens[slot], key=self.tokens.__getitem__)
+        del siblings[siblings.index(slot, at)]
+        if parent == ROOT:
+            if not siblings:
+                del self._roots[self.namespace[slot]]
+        elif len(siblings) == 1:
+            self._only_child[parent] = siblings[0]
+            del self._children[parent]
+
+    def _siblings(self, parent: int, namespace: bytes = b"") -> list[int]:
+        """The children of a block, or every block 0 of a namespace, in order of their tokens."""
+        if parent == ROOT:
+            return self._roots.get(namespace, [])
+        only = self._only_child[parent]
+        if only == _SEVERAL:
+            return self._children[parent]
+        return [] if only == _NONE else [only]
 
     def _became_busy(self, slot: int) -> None:
         while True:
@@ -312,7 +402,7 @@ class SlotTable:
     def _became_idle(self, slot: int) -> None:
         while True:
             self._count_cached(slot, 1)
-            if slot not in self._children:
+            if self._only_child[slot] == _NONE:
                 self._policy.offer(slot)
             parent = self.parent[slot]
             if parent == ROOT:
@@ -359,6 +449,13 @@ class SlotTable:
         assert self.num_free + self.num_cached + self.num_pinned == self.total
         if self.quotas is not None:
             self.quotas.check(sorted(cached), self._free)
+        children: dict[int, list[int]] = {slot: [] for slot in tree}
+        for slot in tree:
+            if self.parent[slot] != ROOT:
+                children[self.parent[slot]].append(slot)
+        for slot in range(self.total):
+            assert sorted(children.get(slot, ())) == sorted(self._siblings(slot))
+            assert (self._only_child[slot] == _SEVERAL) == (slot in self._children) == (len(self._siblings(slot)) > 1)
         for siblings in (*self._children.values(), *self._roots.values()):
             assert siblings and [self.tokens[s] for s in siblings] == sorted(self.tokens[s] for s in siblings)
         hashed = {block_hash.sequence: slot for slot in tree if (block_hash := self.hash[slot]) is not None}
