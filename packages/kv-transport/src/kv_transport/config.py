@@ -36,7 +36,7 @@ class TransportConfig:
         io_threads: threads that move bytes for tcp.
         copy_threads: threads that move bytes for shm.
         allow_ucx: whether `auto` may choose ucx (remote keys give unbounded access: fabrics you trust only).
-        window_size: units in flight per peer.
+        window_size: units in flight per peer, as long as they are of less than 64 MiB.
         unit_bytes: most bytes of one unit (a unit never crosses a layer); None: as `unit_bytes_over` says.
         connect_timeout_ms: for a connection including its handshake.
         unit_timeout_ms: for one unit from posting to acknowledgement.
