@@ -29,6 +29,7 @@ from kv_core.hashing import (
     local_hashes,
     token_bytes,
     token_digest,
+    token_view,
 )
 from kv_core.ids import Generation, RegionId
 from kv_core.namespace import Fidelity, Namespace
@@ -138,6 +139,18 @@ def test_a_partial_block_has_no_name() -> None:
 )
 def test_every_form_of_tokens_gives_the_same_bytes(tokens: Tokens) -> None:
     assert token_bytes(tokens) == b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1)))
+def test_a_view_of_raw_tokens_is_their_integers_and_gives_the_same_bytes(tokens: list[int]) -> None:
+    raw = b"".join(token.to_bytes(4, "little") for token in tokens)
+    view = token_view(raw)
+    assert list(view) == tokens and len(view) == len(tokens)
+    assert token_bytes(view) == raw and token_bytes(view[1:]) == raw[4:]
+    with pytest.raises(InvalidTokensError, match="whole number"):
+        token_view(raw + b"x")
+    with pytest.raises(TypeError):
+        view[:1] = view[:1]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

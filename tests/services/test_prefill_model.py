@@ -75,7 +75,7 @@ class World:
     compute: StartPrefill | None = None
     sending: dict[tuple[RequestId, int], Sending] = field(default_factory=dict)
     generations: dict[int, int] = field(default_factory=dict)
-    bytes_in: dict[int, Tokens] = field(default_factory=dict)
+    bytes_in: dict[int, Sequence[int]] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
     announced: dict[tuple[RequestId, int], tuple[BlockHash, ...]] = field(default_factory=dict)
 
@@ -93,12 +93,12 @@ class World:
         """R2: what is being read or written was not handed out again."""
         assert all(self.generations[ref.slot] == ref.generation for ref in refs)
 
-    def write(self, tokens: Tokens, refs: Sequence[BlockRef], first_block: int, end: int) -> None:
+    def write(self, tokens: Sequence[int], refs: Sequence[BlockRef], first_block: int, end: int) -> None:
         for block, ref in enumerate(refs, first_block):
             self.bytes_in[ref.slot] = tokens[: min(end, (block + 1) * BLOCK)]
             self.sealed.add(ref.slot)
 
-    def holds(self, ref: BlockRef, block: int, tokens: Tokens) -> bool:
+    def holds(self, ref: BlockRef, block: int, tokens: Sequence[int]) -> bool:
         """Whether the slot has the KV of this block of `tokens`, sealed."""
         want = tokens[: (block + 1) * BLOCK]
         return ref.slot in self.sealed and self.bytes_in[ref.slot][: len(want)] == want

@@ -234,6 +234,21 @@ def token_bytes(tokens: Tokens) -> bytes:
     return raw
 
 
+def token_view(raw: bytes) -> Sequence[int]:
+    """The integers in raw little-endian uint32, not to be changed, without an object for each.
+
+    Raises:
+        InvalidTokensError: not a whole number of them.
+    """
+    try:
+        tokens = array("I", raw)
+    except ValueError:
+        raise InvalidTokensError(reason=f"{len(raw)} bytes are not a whole number of uint32") from None
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return memoryview(tokens).toreadonly()
+
+
 def _from_view(view: memoryview) -> bytes:
     native = view.format.lstrip("@=<") if sys.byteorder == "little" else view.format.lstrip("<")
     if view.ndim == 1 and (view.format == "B" or (native in ("I", "L") and view.itemsize == TOKEN_BYTES)):

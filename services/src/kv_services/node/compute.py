@@ -131,7 +131,7 @@ def run_prefill(
         for layer in range(kv.geometry.num_layers):
             view = kv.kv(layer)
             view[copy.dst.slot, :, :, : copy.num_tokens] = view[copy.src.slot, :, :, : copy.num_tokens]
-    part = np.asarray(tokens[start:stop], dtype=np.uint32)
+    part = np.array(tokens[start:stop], dtype=np.uint32)
     model.prefill(kv, part, start, slots, _PrefillHooks(sink, stop_event))
 
 

@@ -98,9 +98,11 @@ class NodeContext:
 
     def prepare(self, refs: Sequence[BlockRef]) -> None:
         """Make older references to these slots void, before anything is written into them (A3)."""
-        for ref in refs:
+        # Read at once: a long prompt has thousands, and reading one from the table costs as much as looking at ten.
+        present: list[int] = self.arena.generations[[ref.slot for ref in refs]].tolist()
+        for ref, generation in zip(refs, present, strict=True):
             # A part-filled block that is continued where it lies keeps its generation.
-            if ref.generation > self.arena.generation(ref.slot):
+            if ref.generation > generation:
                 self.arena.raise_generation(ref.slot, ref.generation)
 
     def entry_checksum(self, slots: Sequence[int], changed: Mapping[tuple[int, int], int] | None = None) -> int:

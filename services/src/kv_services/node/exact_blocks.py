@@ -23,12 +23,13 @@ class ExactBlocks:
 
     def note(self, slots: Sequence[int]) -> None:
         """These blocks' present content was computed here, all of it."""
-        for slot in slots:
-            self._computed[slot] = self._arena.generation(slot)
+        at = list(slots)
+        self._computed[at] = self._arena.generations[at]
 
     def all_exact(self, slots: Sequence[int]) -> bool:
         """Whether all of them are known to be exact."""
-        return all(int(self._computed[slot]) == self._arena.generation(slot) for slot in slots)
+        at = list(slots)
+        return bool((self._computed[at] == self._arena.generations[at]).all())
 
     def fidelity(self, published: Fidelity, slots: Sequence[int]) -> Fidelity:
         """Of the bytes of these blocks, which are published under `published`."""

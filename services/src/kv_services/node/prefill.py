@@ -6,13 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from kv_bus.actor import Actor
 from kv_bus.errors import UnexpectedReply
 from kv_bus.interface import DEFERRED, Reply, Request
 from kv_core.block import BlockRef
 from kv_core.errors import KVError, LocalProtocolError
+from kv_core.hashing import token_view
 from kv_core.ids import NodeId, RequestId
 from kv_core.namespace import Fidelity
 from kv_core.wire import Message
@@ -100,7 +99,7 @@ class PrefillActor(Actor[PrefillEvent, PrefillEffect]):
             epoch=message.epoch,
             gateway=request.sender,
             namespace=namespace,
-            tokens=tuple(np.frombuffer(message.tokens, dtype="<u4").tolist()),
+            tokens=token_view(message.tokens),
             decode_node=NodeId(message.decode_node),
             first_block=message.first_block,
             deadline_ns=now_ns + message.deadline_ns,

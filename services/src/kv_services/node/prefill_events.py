@@ -1,5 +1,6 @@
 """What a prefill node's machine hears (past tense) and what it wants done (imperative)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,7 +23,7 @@ class PrefillAsked:
     epoch: int
     gateway: NodeId
     namespace: Namespace
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     decode_node: NodeId
     first_block: int
     deadline_ns: int
@@ -148,7 +149,7 @@ class StartPull:
     epoch: int
     namespace: Namespace
     plan: PullPlan
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     block_hash: BlockHash
     refs: tuple[BlockRef, ...]
 
@@ -171,7 +172,7 @@ class StartPrefill:
 
     request_id: RequestId
     epoch: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     start: int
     stop: int
     refs: tuple[BlockRef, ...]

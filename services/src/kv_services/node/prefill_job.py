@@ -1,5 +1,6 @@
 """One request on a prefill node: its progress, where its KV lies, what may still touch it; `prefill_state` decides."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,7 +33,7 @@ class PrefillJob:
     epoch: int
     gateway: NodeId
     namespace: Namespace
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     decode_node: NodeId
     first_block: int
     deadline_ns: int
