@@ -9,6 +9,9 @@ _HOLDS: Final = "tests/prefix/test_pool_holds.py"
 _TRANSFER: Final = "tests/transport/test_transfer_state.py"
 _PUTS: Final = "tests/transport/test_puts.py"
 _PURE: Final = "tests/transport/test_transport_pure.py"
+_COPIES: Final = "tests/transport/test_shared_copies.py"
+_DAMAGE: Final = "tests/transport/test_damage.py"
+_SCHEDULER: Final = "tests/transport/test_scheduler.py"
 _LEASE_ENDS: Final = "tests/transport/test_fetch.py::test_a_lease_ends_by_release_and_by_time"
 
 POOL: Final = (
@@ -154,5 +157,54 @@ TRANSFER: Final = (
         "self._table.end(ticket)",
         "",
         (_LEASE_ENDS,),
+    ),
+    Mutant(
+        "shm: a slot that was given to other content is written",
+        "kv_transport.backends.shm_copies",
+        "require_generations(self._arena, ticket, unit.start, unit.end)",
+        "pass",
+        (_DAMAGE,),
+    ),
+    Mutant(
+        "shm: what arrived is not compared",
+        "kv_transport.backends.shm_copies",
+        "if checks != expected:",
+        "if False:",
+        (_DAMAGE,),
+    ),
+    Mutant(
+        "copy: who finds nothing left speaks for a thread that is within its cell",
+        "kv_transport.kernels",
+        "last = inside == 1 and not over",
+        "last = not over",
+        (_COPIES,),
+    ),
+    Mutant(
+        "copy: one that is stopped goes on",
+        "kv_transport.kernels",
+        "if stop or following >= len(table):",
+        "if following >= len(table):",
+        (_COPIES,),
+    ),
+    Mutant(
+        "copy: its memory is held when it has ended",
+        "kv_transport.copying",
+        """
+        if outcome is None:
+            return False
+        self._views = None
+        """,
+        """
+        if outcome is None:
+            return False
+        """,
+        (_COPIES,),
+    ),
+    Mutant(
+        "scheduler: bytes in flight know no bound",
+        "kv_transport.scheduler",
+        "return len(self._flying) + self._passing < self._window and self._flying_nbytes < self._window_bytes",
+        "return len(self._flying) + self._passing < self._window",
+        (_SCHEDULER,),
     ),
 )

@@ -7,7 +7,7 @@ import pytest
 from kv_core.block import BlockGeometry
 from kv_core.ids import RequestId
 from kv_transport import limits
-from kv_transport.errors import ChecksumMismatch, ConnectionLost
+from kv_transport.errors import ChecksumMismatch, ConnectionLost, StaleGeneration
 from tests.transport.helpers_proxy import flip_at, proxied
 from tests.transport.helpers_transport import LARGE, SMALL, Node, damage_shared_copies, eventually, introduce, pair
 
@@ -161,3 +161,31 @@ async def test_a_connection_that_is_cut_within_a_unit_leaves_nothing_shown(tmp_p
             await inbound.released()
             assert all(receiver.arena.block_checks(ref.slot) == [0] * LARGE.num_layers for ref in target)
             assert sender.agent.inventory().work == receiver.agent.inventory().work == ()
+
+
+@pytest.mark.parametrize("geometry", [SMALL, LARGE], ids=["on the loop", "in a worker"])
+async def test_a_slot_that_was_given_to_other_content_is_not_written_though_it_is_mapped(
+    tmp_path: Path, geometry: BlockGeometry
+) -> None:
+    """The owner would refuse the unit, but its bytes would lie there already."""
+    async with pair("shm", tmp_path, geometry=geometry, slots=8) as (sender, receiver):
+        source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
+        for attempt in ("mapped by this", "refused"):
+            request = RequestId(attempt)
+            grant = receiver.engine.grant_writes(request, target, seq_start=0, seq_end=COUNT * geometry.block_size)
+            inbound = receiver.engine.expect(request, grant)
+            if attempt == "refused":
+                receiver.arena.raise_generation(target[1].slot)
+                receiver.arena.data[:] = 7
+            handover = sender.engine.open_handover(request, grant)
+            for layer in range(geometry.num_layers):
+                handover.submit(layer, source)
+            if attempt == "refused":
+                with pytest.raises(StaleGeneration):
+                    await handover.finish(20_000)
+                inbound.cancel()
+                await inbound.released()
+            else:
+                await handover.finish(20_000)
+                await inbound.done()
+        assert set(bytes(receiver.arena.data)) == {7}
