@@ -108,50 +108,104 @@ def test_a_run_ends_where_a_hash_is_taken_within_it() -> None:
     assert (event.block_hashes, event.refs) == (tuple(names[:2]), opened.refs[:2])
 
 
-def make_policy(kind: str) -> EvictionPolicy:
-    """A pool's policy as it stands in a pool with accounts: in both its wrappers."""
+def make_policies(kind: str) -> tuple[TenantQuotas, RetentionPolicy, EvictionPolicy]:
+    """A pool's policy as it stands in a pool with accounts, and what is in its wrappers, outermost first."""
     accounts = AccountSource({"a": AccountLimits(max_retained=3)}, lambda digest: "a")
-    quotas = TenantQuotas(RetentionPolicy(make_eviction_policy(kind, 12), 12), 12, accounts)
+    inner = make_eviction_policy(kind, 12)
+    retention = RetentionPolicy(inner, 12)
+    quotas = TenantQuotas(retention, 12, accounts)
     for slot in range(12):
         quotas.charge(slot, 1)
-    return quotas
+    return quotas, retention, inner
+
+
+class Tree:
+    """What a policy is told of: slots with content, each the child of the one below it or a root."""
+
+    def __init__(self, kind: str, roots: frozenset[int]) -> None:
+        self.policy, self.retention, self.inner = make_policies(kind)
+        self.roots = roots
+        self.offered: set[int] = set()
+        self.stored: set[int] = set()
+        self.gone: list[int] = []
+
+    def offer(self, slot: int) -> None:
+        """As the pool does: a slot with a child is not offered."""
+        if slot + 1 in self.roots or slot + 1 not in self.stored:
+            self.offered.add(slot)
+            self.policy.offer(slot)
+
+    def store(self, slots: Sequence[int]) -> None:
+        self.stored.update(slots)
+        for slot in slots:
+            if slot not in self.roots and slot - 1 in self.offered:
+                self.offered.discard(slot - 1)
+                self.policy.withdraw(slot - 1)
+
+    @property
+    def state(self) -> list[object]:
+        """What nobody asks for, but what later victims follow from."""
+        ghosts = vars(self.inner).get("_ghosts")
+        names = [] if ghosts is None else list(vars(ghosts)["_numbers"].items())
+        return [names, *(vars(policy)["_offered"] for policy in (self.policy, self.retention))]
+
+    def leave(self, slot: int) -> int:
+        self.gone.append(slot)
+        self.offered.discard(slot)
+        self.stored.discard(slot)
+        parent = slot - 1
+        if slot in self.roots or parent not in self.stored or parent in self.offered:
+            return -1
+        self.offered.add(parent)
+        return parent
+
+    def evict_one_by_one(self, count: int) -> None:
+        for _ in range(count):
+            slot = self.policy.victim()
+            assert slot is not None
+            self.policy.remove(slot, evicted=True)
+            following = self.leave(slot)
+            if following >= 0:
+                self.policy.offer(following)
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("uuuvor"), st.lists(st.integers(0, 11), min_size=1, unique=True)), max_size=40)
+    st.frozensets(st.integers(0, 11), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from("uuuoeer"), st.lists(st.integers(0, 11), min_size=1, unique=True)), max_size=40),
 )
 @pytest.mark.parametrize("kind", POLICIES)
-def test_slots_used_at_once_are_as_if_used_one_by_one(kind: str, steps: list[tuple[str, list[int]]]) -> None:
-    together, alone = make_policy(kind), make_policy(kind)
-    assert isinstance(together, TenantQuotas) and isinstance(alone, TenantQuotas)
-    stored: set[int] = set()
-    for step, slots in [*steps, *[("v", [0])] * 12]:
-        new, old = [s for s in slots if s not in stored], [s for s in slots if s in stored]
+def test_slots_used_and_evicted_at_once_are_as_if_one_by_one(
+    kind: str, roots: frozenset[int], steps: list[tuple[str, list[int]]]
+) -> None:
+    together, alone = Tree(kind, roots), Tree(kind, roots)
+    every = list(range(12))
+    for step, slots in [("u", every), *steps, ("o", every), ("e", every)]:
+        new, old = [s for s in slots if s not in alone.stored], [s for s in slots if s in alone.stored]
         if step == "u":
             names = [b"%d" % (slot // 2) for slot in new]
-            together.insert_all(new, names)
-            together.touch_all(old)
+            together.policy.insert_all(new, names)
+            together.policy.touch_all(old)
             for slot, name in zip(new, names, strict=True):
-                alone.insert(slot, name)
+                alone.policy.insert(slot, name)
             for slot in old:
-                alone.touch(slot)
-            stored.update(new)
-        elif step == "v":
-            for account in (0, 1):
-                assert together.own_victim(account) == alone.own_victim(account)
-            victim = together.victim()
-            assert victim == alone.victim()
-            if victim is not None:
-                together.remove(victim, evicted=True)
-                alone.remove(victim, evicted=True)
-                stored.discard(victim)
+                alone.policy.touch(slot)
+            for tree in (together, alone):
+                tree.store(new)
+        elif step == "o":
+            for tree in (together, alone):
+                for slot in old:
+                    tree.offer(slot)
+        elif step == "r":
+            for tree in (together, alone):
+                for slot in old:
+                    tree.policy.retain(slot, slot, 10)
         else:
-            for slot in old:
-                for policy in (together, alone):
-                    if step == "o":
-                        policy.offer(slot)
-                    else:
-                        policy.retain(slot, slot, 10)
+            count = min(len(slots), len(alone.offered))
+            together.policy.evict_all(count, together.leave)
+            alone.evict_one_by_one(count)
+        assert together.gone == alone.gone and together.state == alone.state
+        for account in (0, 1):
+            assert together.policy.own_victim(account) == alone.policy.own_victim(account)
 
 
 class PlainDuel:

@@ -18,7 +18,7 @@ A3: the miniatures hear of accesses when a slot is offered, a victim is asked fo
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 from math import inf
 from typing import Final
@@ -119,19 +119,38 @@ class AdaptivePolicy:
     def victim(self) -> int | None:
         if self._unheard:
             self._hear()
-        boost = BOOSTS[self._duel.leader] * self._capacity
-        chosen: OfferedQueue | None = None
-        lowest = 0.0
-        for level, queue in enumerate(self._queues):
-            if queue.heap and (slot := queue.lowest()) is not None:
-                rank = queue.rank[slot] + boost * level
-                if chosen is None or rank < lowest:
-                    chosen, lowest = queue, rank
-        if chosen is None:
+        queue = self._first(BOOSTS[self._duel.leader] * self._capacity)
+        if queue is None:
             return None
-        slot = chosen.take_lowest()
+        slot = queue.take_lowest()
         self._offered[slot] = False
         return slot
+
+    def evict_all(self, count: int, leave: Callable[[int], int]) -> None:
+        if self._unheard:
+            self._hear()
+        # Nothing is used meanwhile: who leads stays as it is, and so do ranks.
+        boost = BOOSTS[self._duel.leader] * self._capacity
+        queues, level = self._queues, self._level
+        gone: list[int] = []
+        following = -1
+        while len(gone) < count:
+            slot = following
+            if slot < 0:
+                queue = self._first(boost)
+                assert queue is not None, "S2: some cached slot is a leaf"
+                slot = queue.take_lowest()
+            gone.append(slot)
+            following = leave(slot)
+            if following < 0:
+                continue
+            rank = queues[level[slot]].rank[slot] + boost * level[slot]
+            # No slot offered is below the one that just left. Where this one is, as a parent mostly is, it is the next.
+            if len(gone) == count or queues[level[following]].rank[following] + boost * level[following] >= rank:
+                self.offer(following)
+                following = -1
+        for slot in gone:
+            self.remove(slot, True)
 
     def remove(self, slot: int, evicted: bool) -> None:
         self._offered[slot] = False
@@ -139,6 +158,17 @@ class AdaptivePolicy:
         if evicted:
             self._ghosts.put(self._names[slot], self._uses[slot])
         self._names[slot] = None
+
+    def _first(self, boost: float) -> OfferedQueue | None:
+        """The queue whose lowest slot goes first."""
+        chosen: OfferedQueue | None = None
+        lowest = 0.0
+        for level, queue in enumerate(self._queues):
+            if queue.heap and (slot := queue.lowest()) is not None:
+                rank = queue.rank[slot] + boost * level
+                if chosen is None or rank < lowest:
+                    chosen, lowest = queue, rank
+        return chosen
 
     def _hear(self) -> None:
         """Tell the miniatures of the accesses that wait (A3)."""

@@ -55,6 +55,20 @@ class EvictionPolicy(Protocol):
         """The content of `slot` is gone; `evicted` says whether for lack of room."""
         ...
 
+    def evict_all(self, count: int, leave: Callable[[int], int]) -> None:
+        """Evict `count` slots (none if it is negative), where so many can be, at the cost of one call.
+
+        Args:
+            leave: empties a slot; which one is to be offered because of it, negative when none is.
+        """
+        for _ in range(count):
+            slot = self.victim()
+            assert slot is not None, "S2: some cached slot is a leaf"
+            self.remove(slot, True)
+            following = leave(slot)
+            if following >= 0:
+                self.offer(following)
+
 
 class LruPolicy(EvictionPolicy):
     """Least recently used first."""

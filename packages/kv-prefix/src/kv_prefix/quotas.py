@@ -210,6 +210,18 @@ class TenantQuotas:
         self._inner.remove(slot, evicted)
         self._offered[slot] = False
 
+    def evict_all(self, count: int, leave: Callable[[int], int]) -> None:
+        def left(slot: int) -> int:
+            self._offered[slot] = False
+            following = leave(slot)
+            if following >= 0:
+                self._offered[following] = True
+                if not self._queued[following]:
+                    self._push(following)
+            return following
+
+        self._inner.evict_all(count, left)
+
     def stats(self) -> dict[str, AccountStats]:
         """Every account by name."""
         return {

@@ -11,20 +11,18 @@ R3: retention ends with its time or with the content, whichever is first; until 
 import heapq
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kv_prefix.errors import InvalidRequestError
+from kv_prefix.eviction import EvictionPolicy
 from kv_prefix.eviction_queue import OfferedQueue
-
-if TYPE_CHECKING:
-    from kv_prefix.eviction import EvictionPolicy
 
 MAX_PRIORITY: Final = 100
 
 _TICKS: Final = 1 << 64
 
 
-class RetentionPolicy:
+class RetentionPolicy(EvictionPolicy):
     """An `EvictionPolicy` around another one, over the same slots.
 
     Args:
@@ -32,7 +30,7 @@ class RetentionPolicy:
         capacity: slots.
     """
 
-    def __init__(self, inner: "EvictionPolicy", capacity: int) -> None:
+    def __init__(self, inner: EvictionPolicy, capacity: int) -> None:
         self._inner = inner
         self._queue = OfferedQueue(capacity)
         self._until = array("Q", bytes(8 * capacity))  # 0: not retained
@@ -120,6 +118,20 @@ class RetentionPolicy:
         if slot is not None:
             self._offered[slot] = False
         return slot
+
+    def evict_all(self, count: int, leave: Callable[[int], int]) -> None:
+        if self.num_retained:
+            super().evict_all(count, leave)
+            return
+
+        def left(slot: int) -> int:
+            self._offered[slot] = False
+            following = leave(slot)
+            if following >= 0:
+                self._offered[following] = True
+            return following
+
+        self._inner.evict_all(count, left)
 
     def remove(self, slot: int, evicted: bool) -> None:
         if self._until[slot]:

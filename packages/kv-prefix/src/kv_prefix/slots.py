@@ -15,6 +15,7 @@ S4: offered to the policy are exactly the cached slots without children.
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -108,8 +109,11 @@ class SlotTable:
             for _ in range(self.quotas.lacking(account, need)):
                 own = self.quotas.own_victim(account)
                 assert own is not None, "some evictable block of an account is a leaf"
-                self._evict(own, owner)
-        self._evict_first(need - self.num_free, owner)
+                self._policy.remove(own, True)
+                parent = self._evict(owner, own)
+                if parent != ROOT:
+                    self._policy.offer(parent)
+        self._policy.evict_all(need - self.num_free, partial(self._evict, owner))
         rest = self.num_free - need
         taken = self._free[rest:].tolist()
         del self._free[rest:]
@@ -127,7 +131,7 @@ class SlotTable:
     def evict(self, most: int) -> int:
         """Evict up to so many blocks, in the policy's order, before their slots are needed; returns how many."""
         count = min(most, self.num_cached)
-        self._evict_first(count)
+        self._policy.evict_all(count, partial(self._evict, ""))
         return max(count, 0)
 
     def acquire(self, slot: int) -> None:
@@ -288,15 +292,11 @@ class SlotTable:
         slots.reverse()
         return slots
 
-    def _evict_first(self, count: int, owner: str = "") -> None:
-        """Evict so many blocks in the policy's order; none where `count` is not positive."""
-        for _ in range(count):
-            slot = self._policy.victim()
-            assert slot is not None, "S2: some cached slot is a leaf"
-            self._evict(slot, owner)
+    def _evict(self, owner: str, slot: int) -> int:
+        """Free a cached leaf, but for the policy; its parent where that is one now, else `ROOT`.
 
-    def _evict(self, slot: int, owner: str) -> None:
-        """Free a cached leaf. As `_remove`, without what cannot be: a hand-out may evict thousands."""
+        As `_remove`, without what cannot be: a hand-out may evict thousands.
+        """
         parent, block_hash = self.parent[slot], self.hash[slot]
         if block_hash is not None:
             namespace, depth = self.namespace[slot], self.depth[slot]
@@ -304,15 +304,13 @@ class SlotTable:
         if self.quotas is not None:
             self.quotas.became_cached(slot, -1)
         self._clear(slot, parent, block_hash)
-        self._policy.remove(slot, True)
-        if parent != ROOT and self._only_child[parent] == _NONE and not self.refs[parent]:
-            self._policy.offer(parent)
         if self.quotas is not None:
             self.quotas.discharge(slot)
         self._free.append(slot)
         self.num_evicted += 1
         self.num_cached -= 1
         self.num_free += 1
+        return parent if parent != ROOT and self._only_child[parent] == _NONE and not self.refs[parent] else ROOT
 
     def _remove(self, slot: int, reason: RemovalReason) -> None:
         """Take a leaf out of the tree; its slot is freed unless someone holds it."""
