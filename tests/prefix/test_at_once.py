@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kv_core.block import BlockRef
 from kv_core.hashing import Extra, hash_tokens
-from kv_prefix.adaptive_eviction import BOOSTS, Duel, _Miniature
+from kv_prefix.adaptive_eviction import BOOSTS, AdaptivePolicy, Duel, _Miniature
 from kv_prefix.block_pool import BlockPool
 from kv_prefix.events import BlockRemoved, BlocksStored, PoolEvent
 from kv_prefix.eviction import POLICIES, EvictionPolicy, make_eviction_policy
@@ -146,7 +146,10 @@ class Tree:
     def state(self) -> list[object]:
         """What nobody asks for, but what later victims follow from."""
         ghosts = vars(self.inner).get("_ghosts")
-        names = [] if ghosts is None else list(vars(ghosts)["_numbers"].items())
+        names: list[object] = [] if ghosts is None else list(vars(ghosts)["_numbers"].items())
+        if isinstance(self.inner, AdaptivePolicy):
+            # Asked for its boost, it has its miniatures hear of everything.
+            names += [self.inner.boost, *vars(vars(self.inner)["_duel"])["_uses"].items()]
         return [names, *(vars(policy)["_offered"] for policy in (self.policy, self.retention))]
 
     def leave(self, slot: int) -> int:
@@ -198,7 +201,7 @@ def test_slots_used_and_evicted_at_once_are_as_if_one_by_one(
         elif step == "r":
             for tree in (together, alone):
                 for slot in old:
-                    tree.policy.retain(slot, slot, 10)
+                    tree.policy.retain(slot, slot % 2, 10)
         else:
             count = min(len(slots), len(alone.offered))
             together.policy.evict_all(count, together.leave)

@@ -75,7 +75,10 @@ class AdaptivePolicy:
         return BOOSTS[self._duel.leader]
 
     def insert(self, slot: int, name: Hashable) -> None:
-        self.insert_all((slot,), (name,))
+        self._names[slot] = name
+        self._uses[slot] = before = self._ghosts.take(name)
+        self._level[slot] = _LEVELS[before]
+        self.touch(slot)
 
     def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
         uses, level = self._uses, self._level
@@ -86,7 +89,15 @@ class AdaptivePolicy:
         self.touch_all(slots)
 
     def touch(self, slot: int) -> None:
-        self.touch_all((slot,))
+        self._now += 1
+        self._uses[slot] = uses = min(self._uses[slot] + 1, MAX_FREQUENCY)
+        level = _LEVELS[uses]
+        self._queues[level].rank[slot] = self._now
+        if level != self._level[slot]:
+            self._change_level(slot, level)
+        self._unheard.append(self._names[slot])
+        if len(self._unheard) >= UNHEARD_MAX:
+            self._hear()
 
     def touch_all(self, slots: Sequence[int]) -> None:
         uses_of, level_of, queues, now = self._uses, self._level, self._queues, self._now
@@ -96,10 +107,7 @@ class AdaptivePolicy:
             level = _LEVELS[uses]
             queues[level].rank[slot] = now
             if level != level_of[slot]:
-                queues[level_of[slot]].forget(slot)
-                level_of[slot] = level
-                if self._offered[slot]:
-                    queues[level].offer(slot)
+                self._change_level(slot, level)
         self._now = now
         names = self._names
         self._unheard += [names[slot] for slot in slots]
@@ -170,6 +178,12 @@ class AdaptivePolicy:
                     chosen, lowest = queue, rank
         return chosen
 
+    def _change_level(self, slot: int, level: int) -> None:
+        self._queues[self._level[slot]].forget(slot)
+        self._level[slot] = level
+        if self._offered[slot]:
+            self._queues[level].offer(slot)
+
     def _hear(self) -> None:
         """Tell the miniatures of the accesses that wait (A3)."""
         unheard, self._unheard = self._unheard, []
@@ -204,7 +218,7 @@ class Duel:
         done = 0
         while done < len(sample):
             # Up to where hits are compared, or halved.
-            room = min(period - self._num_seen % period for period in (_BATCH, self._halve_every))
+            room = min(_BATCH - self._num_seen % _BATCH, self._halve_every - self._num_seen % self._halve_every)
             part, at = sample[done : done + room], numbers[done : done + room]
             done += room
             levels = self._count_uses(part)

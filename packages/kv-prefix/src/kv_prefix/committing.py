@@ -68,7 +68,8 @@ def commit_blocks(
 
     Returns the positions of the blocks that were stored, as runs in which each follows the one before.
     """
-    hashes, pieces = list(block_hashes), split_blocks(raw, slots.block_nbytes)
+    hashes = list(block_hashes)
+    pieces = split_blocks(raw, slots.block_nbytes) if len(hashes) > 1 else [raw]
     stored: list[range] = []
     i = 0
     while i < len(hashes):

@@ -180,14 +180,16 @@ class TenantQuotas:
         return None
 
     def insert(self, slot: int, name: Hashable) -> None:
-        self.insert_all((slot,), (name,))
+        self._inner.insert(slot, name)
+        self._use((slot,))
 
     def insert_all(self, slots: Sequence[int], names: Sequence[Hashable]) -> None:
         self._inner.insert_all(slots, names)
         self._use(slots)
 
     def touch(self, slot: int) -> None:
-        self.touch_all((slot,))
+        self._inner.touch(slot)
+        self._use((slot,))
 
     def touch_all(self, slots: Sequence[int]) -> None:
         self._inner.touch_all(slots)

@@ -88,7 +88,9 @@ class RetentionPolicy(EvictionPolicy):
         self._inner.insert_all(slots, names)
 
     def touch(self, slot: int) -> None:
-        self.touch_all((slot,))
+        self._inner.touch(slot)
+        if self._until[slot]:
+            self._rank(slot)
 
     def touch_all(self, slots: Sequence[int]) -> None:
         self._inner.touch_all(slots)

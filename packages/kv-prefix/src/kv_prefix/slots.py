@@ -113,7 +113,8 @@ class SlotTable:
                 parent = self._evict(owner, own)
                 if parent != ROOT:
                     self._policy.offer(parent)
-        self._policy.evict_all(need - self.num_free, partial(self._evict, owner))
+        if need > self.num_free:
+            self._policy.evict_all(need - self.num_free, partial(self._evict, owner))
         rest = self.num_free - need
         taken = self._free[rest:].tolist()
         del self._free[rest:]

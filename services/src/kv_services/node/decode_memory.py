@@ -73,10 +73,8 @@ class DecodeMemory:
         if seq.table is None or full <= seq.committed:
             return
         first, size = seq.committed, self._block_size
-        tokens = seq.tokens[: full * size]
-        seq.refs[first:full] = self._pool.commit(
-            seq.table, seq.namespace.digest, first, hashes[first:full], tokens[first * size :]
-        )
+        tokens = seq.tokens[first * size : full * size]
+        seq.refs[first:full] = self._pool.commit(seq.table, seq.namespace.digest, first, hashes[first:full], tokens)
         seq.committed = full
 
     def release(self, seq: DecodeSequence) -> None:
