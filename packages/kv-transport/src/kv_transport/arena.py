@@ -203,6 +203,20 @@ class Arena(ArenaView):
         self.checks[:, slot] = 0
         return target
 
+    def raise_generations(self, slots: Sequence[int], to: Sequence[Generation]) -> None:
+        """`raise_generation` of many different slots, of all or of none.
+
+        Raises:
+            StaleGeneration: the first that is not above its slot's current generation.
+        """
+        at, targets = np.array(slots, np.int64), np.array(to, np.uint64)
+        stale = np.flatnonzero(targets <= self.generations[at])
+        if len(stale):
+            slot, target = slots[int(stale[0])], to[int(stale[0])]
+            raise StaleGeneration(region=self.name, slot=slot, found=self.generation(slot), expected=target)
+        self.generations[at] = targets
+        self.checks[:, at] = 0
+
     def seal(self, layer: int, slots: Iterable[int]) -> None:
         """Take the CRC-64 of these cells, whose content is complete. Thread-safe for different cells.
 

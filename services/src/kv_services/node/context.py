@@ -98,12 +98,11 @@ class NodeContext:
 
     def prepare(self, refs: Sequence[BlockRef]) -> None:
         """Make older references to these slots void, before anything is written into them (A3)."""
-        # Read at once: a long prompt has thousands, and reading one from the table costs as much as looking at ten.
+        # At once: a long prompt has thousands, and to look at one in the table costs as much as to look at ten.
         present: list[int] = self.arena.generations[[ref.slot for ref in refs]].tolist()
-        for ref, generation in zip(refs, present, strict=True):
-            # A part-filled block that is continued where it lies keeps its generation.
-            if ref.generation > generation:
-                self.arena.raise_generation(ref.slot, ref.generation)
+        # A part-filled block that is continued where it lies keeps its generation.
+        raised = [ref for ref, generation in zip(refs, present, strict=True) if ref.generation > generation]
+        self.arena.raise_generations([ref.slot for ref in raised], [ref.generation for ref in raised])
 
     def entry_checksum(self, slots: Sequence[int], changed: Mapping[tuple[int, int], int] | None = None) -> int:
         """XXH3 over the CRC-64 of every (block, layer), blocks in order; each CRC as 8 bytes, little-endian.
