@@ -1,6 +1,5 @@
 """Puts of many bytes over shared memory: copied by all threads together, told by the same message as small ones."""
 
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +9,13 @@ import pytest
 from kv_transport import XferDesc, XferOp, XferState, limits
 from kv_transport.backends.shm_link import ShmLink
 from kv_transport.backends.shm_session import ShmSession
-from kv_transport.doorbell import PLACES, AnswersGiven, AnswersWanted
+from kv_transport.doorbell import PLACES
 from kv_transport.errors import ChecksumMismatch, UnknownRegion
 from kv_transport.frames import Placed
 from kv_transport.xfer import Xfer
 from tests.transport.helpers_transport import damage_shared_copies
 from tests.transport.test_direct_posts import DECODE, LOST, Ready, ready
+from tests.transport.test_quiet_puts import take_page_from
 
 NBYTES = (3 << 20) + 17
 PIECE = 100_000
@@ -96,10 +96,7 @@ async def test_a_put_whose_place_in_the_page_is_taken_has_a_frame(
 async def test_a_side_without_a_page_is_answered_by_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    if without == "writer":
-        monkeypatch.setattr(AnswersWanted, "create", lambda: None)
-    else:
-        monkeypatch.setattr(AnswersGiven, "of", lambda fd: os.close(fd))
+    take_page_from(without, monkeypatch)
     async with ready(tmp_path) as it:
         heard, put = told(monkeypatch), it.xfer(XferOp.WRITE, NBYTES)
         for _ in range(3):

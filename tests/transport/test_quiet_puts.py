@@ -134,14 +134,19 @@ async def test_memory_of_a_put_that_was_accepted_can_be_taken_away(tmp_path: Pat
         assert it.left.agent.inventory().work == ()
 
 
+def take_page_from(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections from now on have none at one side."""
+    if side == "writer":
+        monkeypatch.setattr(AnswersWanted, "create", lambda: None)
+    else:
+        monkeypatch.setattr(AnswersGiven, "of", lambda fd: os.close(fd))
+
+
 @pytest.mark.parametrize("without", ["writer", "owner"])
 async def test_a_side_without_a_page_is_answered_by_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    if without == "writer":
-        monkeypatch.setattr(AnswersWanted, "create", lambda: None)
-    else:
-        monkeypatch.setattr(AnswersGiven, "of", lambda fd: os.close(fd))
+    take_page_from(without, monkeypatch)
     async with ready(tmp_path, heartbeat_ms=NO_HELP) as it:
         frames = frames_of(it)
         for _ in range(3):
