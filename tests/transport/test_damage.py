@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_core.block import BlockGeometry
+from kv_core.block import BlockGeometry, BlockRef
 from kv_core.ids import RequestId
-from kv_transport import limits
+from kv_transport import Handover, Inbound, limits
 from kv_transport.errors import ChecksumMismatch, ConnectionLost, StaleGeneration
 from tests.transport.helpers_proxy import flip_at, proxied
 from tests.transport.helpers_transport import LARGE, SMALL, Node, damage_shared_copies, eventually, introduce, pair
@@ -18,12 +18,20 @@ INSIDE_THE_FIRST_PAYLOAD = 400_000
 """Of a stream: far behind the handshake and the heads, before the end of the first 1 MiB unit."""
 
 
+def opened(
+    sender: Node, receiver: Node, target: list[BlockRef], request: RequestId = REQUEST
+) -> tuple[Inbound, Handover]:
+    """A hand-over into these blocks to which nothing is submitted yet, from both sides."""
+    tokens = len(target) * receiver.arena.geometry.block_size
+    grant = receiver.engine.grant_writes(request, target, seq_start=0, seq_end=tokens)
+    inbound = receiver.engine.expect(request, grant)
+    return inbound, sender.engine.open_handover(request, grant)
+
+
 async def hand_over(sender: Node, receiver: Node) -> tuple[list[bytes], list[bytes], int]:
     """Everything, layer by layer: what was sent, what arrived, how many units were posted again."""
     source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
-    grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=TOKENS)
-    inbound = receiver.engine.expect(REQUEST, grant)
-    handover = sender.engine.open_handover(REQUEST, grant)
+    inbound, handover = opened(sender, receiver, target)
     for layer in range(LARGE.num_layers):
         handover.submit(layer, source)
     stats = await handover.finish(20_000)
@@ -85,9 +93,7 @@ async def test_bytes_that_never_pass_fail_both_sides_and_are_never_shown(
         else:
             # What was sealed is no longer what lies there: the sender's memory itself is bad.
             sender.arena.cell(source[0].slot, 0)[7] ^= 1
-        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=TOKENS)
-        inbound = receiver.engine.expect(REQUEST, grant)
-        handover = sender.engine.open_handover(REQUEST, grant)
+        inbound, handover = opened(sender, receiver, target)
         handover.submit(0, source)
         with pytest.raises(ChecksumMismatch):
             await inbound.layer_ready(0)
@@ -111,9 +117,7 @@ async def test_a_byte_that_changed_since_it_was_sealed_is_refused_over_shm(
     async with pair("shm", tmp_path, geometry=geometry, slots=8) as (sender, receiver):
         source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
         sender.arena.cell(source[1].slot, 0)[7] ^= 1
-        grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=COUNT * geometry.block_size)
-        inbound = receiver.engine.expect(REQUEST, grant)
-        handover = sender.engine.open_handover(REQUEST, grant)
+        inbound, handover = opened(sender, receiver, target)
         handover.submit(0, source)
         with pytest.raises(ChecksumMismatch):
             await inbound.done()
@@ -149,9 +153,7 @@ async def test_a_connection_that_is_cut_within_a_unit_leaves_nothing_shown(tmp_p
         async with proxied(metadata, cut) as through:
             sender.agent.add_remote_agent(through)
             source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
-            grant = receiver.engine.grant_writes(REQUEST, target, seq_start=0, seq_end=TOKENS)
-            inbound = receiver.engine.expect(REQUEST, grant)
-            handover = sender.engine.open_handover(REQUEST, grant)
+            inbound, handover = opened(sender, receiver, target)
             for layer in range(LARGE.num_layers):
                 handover.submit(layer, source)
             with pytest.raises(ConnectionLost):
@@ -171,13 +173,10 @@ async def test_a_slot_that_was_given_to_other_content_is_not_written_though_it_i
     async with pair("shm", tmp_path, geometry=geometry, slots=8) as (sender, receiver):
         source, target = sender.filled(COUNT, seed=1), receiver.blocks(COUNT)
         for attempt in ("mapped by this", "refused"):
-            request = RequestId(attempt)
-            grant = receiver.engine.grant_writes(request, target, seq_start=0, seq_end=COUNT * geometry.block_size)
-            inbound = receiver.engine.expect(request, grant)
+            inbound, handover = opened(sender, receiver, target, RequestId(attempt))
             if attempt == "refused":
                 receiver.arena.raise_generation(target[1].slot)
                 receiver.arena.data[:] = 7
-            handover = sender.engine.open_handover(request, grant)
             for layer in range(geometry.num_layers):
                 handover.submit(layer, source)
             if attempt == "refused":

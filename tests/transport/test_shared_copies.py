@@ -172,11 +172,13 @@ def test_the_last_thread_out_says_so_whoever_took_the_last_cell(monkeypatch: pyt
     monkeypatch.setattr(kernels, "_copy_cell", held)
     first = threading.Thread(target=shared.help)
     first.start()
-    inside.wait()
-    shared.help()
-    assert shared.outcomes == [None]
-    go.set()
-    first.join()
+    try:
+        inside.wait()
+        shared.help()
+        assert shared.outcomes == [None]
+    finally:
+        go.set()  # whatever was found, nobody is left behind
+        first.join()
     assert shared.outcomes == [None, True]
 
 
@@ -193,12 +195,12 @@ def test_a_cell_outside_is_said_once_and_nothing_is_copied(copy: Copy, cell: tup
     assert shared.outcomes == [None] and not any(shared.to) and not any(shared.checks)
 
 
-@pytest.mark.skipif(not kernels.COMPILED, reason="installed without a compiler")
+@both_kernels
 @pytest.mark.parametrize("size", [0, kernels.SHARED_NBYTES - 1, kernels.SHARED_NBYTES + 8])
-def test_what_is_no_state_is_refused(size: int) -> None:
+def test_what_is_no_state_is_refused(copy: Copy, size: int) -> None:
     cells = np.array([[0, 0, 1]], np.int64)
     with pytest.raises(ValueError, match="state"):
-        kernels.copy_shared(bytearray(size), memoryview(bytearray(8)), memoryview(SOURCE), cells, bytearray(8), None)
+        copy(bytearray(size), memoryview(bytearray(8)), memoryview(SOURCE), cells, bytearray(8), None)
 
 
 class Mapped:

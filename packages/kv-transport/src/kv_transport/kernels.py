@@ -131,6 +131,8 @@ def plain_copy_shared(
     Raises:
         IndexError, ValueError: as `copy_cells`, to one of them; nothing was copied.
     """
+    if len(state) != SHARED_NBYTES:
+        raise ValueError(f"state has {len(state)} bytes, not {SHARED_NBYTES}")
     with _sharing:
         following, stop, inside, over = _SHARED.unpack_from(state)
         if over:
